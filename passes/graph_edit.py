@@ -1,0 +1,99 @@
+"""Cut a span of a program out into a graph module of its own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from stepfx.patterns.program import Program, Span
+
+
+def copy_meta(source: fx.Node, target: fx.Node) -> None:
+    """Give `target` what is known of the value and origin of `source`."""
+    for key in ("example_value", "stack_trace", "nn_module_stack"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def extract(
+    root: fx.GraphModule,
+    program: Program,
+    span: Span,
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    name: str,
+    edge_input: Callable[[int, int], int] | None = None,
+) -> fx.GraphModule:
+    """Return the operations of `span`, in order, as a module from `inputs` to `outputs`.
+
+    Every operation is kept, also those without users (`setitem`, autocast exits).
+    `edge_input(offset, edge)` names the input that an edge from outside reads; without it
+    the producer decides.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    placeholders = []
+    for node in inputs:
+        placeholder = graph.placeholder(node.name)
+        copy_meta(node, placeholder)
+        placeholders.append(placeholder)
+        env.setdefault(node, placeholder)
+    for offset, node in enumerate(program.span_nodes(span)):
+        edge = -1
+
+        def transform(argument: fx.Node, offset: int = offset) -> fx.Node:
+            nonlocal edge
+            if argument.op == "get_attr":
+                return _constant(graph, env, argument)
+            edge += 1
+            if edge_input is not None and program.at(argument) not in span:
+                return placeholders[edge_input(offset, edge)]
+            return env[argument]
+
+        copied = graph.node_copy(node, transform)
+        copied.meta = dict(node.meta)
+        env[node] = copied
+    graph.output(tuple(env[node] for node in outputs))
+    graph.lint()
+    return fx.GraphModule(root, graph, class_name=name)
+
+
+def _constant(
+    graph: fx.Graph, env: dict[fx.Node, fx.Node], node: fx.Node
+) -> fx.Node:
+    if node not in env:
+        env[node] = graph.get_attr(str(node.target))
+        env[node].meta = dict(node.meta)
+    return env[node]
+
+
+def inline(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return `gm` with every graph module that it calls written out in its place."""
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        called = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(called, fx.GraphModule):
+            inner = {
+                placeholder: env[argument]
+                for placeholder, argument in zip(
+                    called.graph.find_nodes(op="placeholder"), node.args, strict=True
+                )
+            }
+            env[node] = graph.graph_copy(called.graph, inner)
+        elif _is_item_of_call(node, env):
+            env[node] = env[node.args[0]][node.args[1]]
+        elif node.op == "output":
+            graph.output(fx.map_arg(node.args[0], lambda n: env[n]))
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node].meta = dict(node.meta)
+    return fx.GraphModule(gm, graph, class_name=type(gm).__name__)
+
+
+def _is_item_of_call(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
+    owner = node.args[0] if node.target is operator.getitem else None
+    return isinstance(owner, fx.Node) and isinstance(env[owner], tuple)

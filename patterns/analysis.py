@@ -1,0 +1,46 @@
+"""All that the patterns know of one graph, found once and handed to the passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from stepfx.patterns.block_list import BlockList, find_block_lists
+from stepfx.patterns.forward_pattern import forward_pattern
+from stepfx.patterns.inputs import Inputs, find_inputs
+from stepfx.patterns.program import Program
+from stepfx.patterns.region import Miss, Region, find_region
+from stepfx.patterns.storages import writes_outside
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Block lists in execution order, their ForwardPatterns, the inputs, the region."""
+
+    program: Program
+    lists: tuple[BlockList, ...]
+    patterns: tuple[int | None, ...]
+    inputs: Inputs
+    region: Region | Miss
+
+
+def analyse(graph: fx.Graph) -> Analysis:
+    """Ask every pattern about a Dynamo graph; nothing is changed."""
+    program = Program(graph)
+    lists = find_block_lists(program)
+    inputs = find_inputs(program)
+    region = find_region(program, lists, inputs)
+    if isinstance(region, Region):
+        writer = writes_outside(program, region.span)
+        if writer is not None:
+            region = Miss(
+                f"a block writes to a tensor made outside the blocks ({writer.name})"
+            )
+    return Analysis(
+        program,
+        tuple(lists),
+        tuple(forward_pattern(program, blocks, inputs) for blocks in lists),
+        inputs,
+        region,
+    )

@@ -1,0 +1,156 @@
+"""What the caller's inputs mean: the timestep, the latent, the conditioning.
+
+The timestep is the input that reaches a sinusoid whose result is projected by a linear:
+
+    t -> t * freqs -> sin, cos -> cat -> linear(., weight)
+
+Rotary tables have sinusoids too, but multiply queries with them and project nothing.
+The latent is the input that an output mirrors: equal shape but for one dimension (images
+with learned variance or inpainting channels differ in channels). All other inputs of the
+caller are conditioning; they tell CFG branches apart.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from stepfx.patterns.block_list import MATMULS
+from stepfx.patterns.program import (
+    Program,
+    is_operation,
+    is_static,
+    is_tensor,
+    iter_ancestors,
+    shape_of,
+    value_of,
+)
+
+SINES = frozenset({torch.sin, "sin"})
+COSINES = frozenset({torch.cos, "cos"})
+# What may stand between the sinusoid and its projection: layout and dtype, no arithmetic.
+PASSES_THROUGH = frozenset(
+    {
+        operator.getitem,
+        torch.cat,
+        torch.concat,
+        torch.flatten,
+        torch.reshape,
+        torch.stack,
+        torch.unsqueeze,
+        "contiguous",
+        "expand",
+        "flatten",
+        "float",
+        "half",
+        "bfloat16",
+        "reshape",
+        "squeeze",
+        "to",
+        "type_as",
+        "unflatten",
+        "unsqueeze",
+        "view",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The placeholders of a graph by meaning, each in placeholder order."""
+
+    timestep: fx.Node | None
+    latents: tuple[fx.Node, ...]
+    conditioning: tuple[fx.Node, ...]
+    weights: tuple[fx.Node, ...]
+    sizes: tuple[fx.Node, ...]  # SymInts of dynamic shapes and other non-tensors
+
+
+def find_inputs(program: Program) -> Inputs:
+    """Sort the placeholders of `program` by what they mean to a denoising step."""
+    tensors = [n for n in program.placeholders if is_tensor(value_of(n))]
+    weights = [n for n in tensors if is_static(n)]
+    given = [n for n in tensors if n not in set(weights)]
+    timestep = find_timestep(program)
+    latents = find_latents(program, [n for n in given if n is not timestep])
+    used = {timestep, *latents}
+    return Inputs(
+        timestep,
+        tuple(latents),
+        tuple(n for n in given if n not in used),
+        tuple(weights),
+        tuple(n for n in program.placeholders if n not in set(tensors)),
+    )
+
+
+def find_timestep(program: Program) -> fx.Node | None:
+    """Return the first input that reaches a projected sinusoid."""
+    for node in program.nodes:
+        if node.target not in SINES and node.target not in COSINES:
+            continue
+        operand = node.args[0] if node.args else None
+        if not isinstance(operand, fx.Node) or not _has_twin(node, operand):
+            continue
+        if not _is_projected(node):
+            continue
+        for source in iter_ancestors(operand, _is_elementwise):
+            if source.op == "placeholder" and _is_given_tensor(source):
+                return source
+    return None
+
+
+def find_latents(program: Program, given: list[fx.Node]) -> list[fx.Node]:
+    """Return, for each output, the input that it mirrors."""
+    candidates = [n for n in given if value_of(n).is_floating_point()]
+    latents: list[fx.Node] = []
+    for output in program.output.all_input_nodes:
+        shape = shape_of(output)
+        ranked = sorted(
+            (difference, i, node)
+            for i, node in enumerate(candidates)
+            if (difference := _difference(shape, shape_of(node))) is not None
+            and node not in latents
+        )
+        if ranked:
+            latents.append(ranked[0][2])
+    return sorted(latents, key=program.placeholders.index)
+
+
+def _difference(a: tuple[str, ...] | None, b: tuple[str, ...] | None) -> int | None:
+    """Count the sizes that differ; None if the ranks do or more than one size does."""
+    if a is None or b is None or len(a) != len(b) or len(a) < 2:
+        return None
+    count = sum(x != y for x, y in zip(a, b, strict=True))
+    return count if count <= 1 else None
+
+
+def _has_twin(node: fx.Node, operand: fx.Node) -> bool:
+    other = COSINES if node.target in SINES else SINES
+    return any(user.target in other for user in operand.users)
+
+
+def _is_projected(node: fx.Node) -> bool:
+    """Tell whether `node` reaches the first operand of a matrix product with a weight."""
+    queue, seen = [node], {node}
+    while queue:
+        current = queue.pop()
+        for user in current.users:
+            if user.target in MATMULS:
+                operands = user.all_input_nodes
+                if operands[0] is current and any(is_static(n) for n in operands[1:]):
+                    return True
+            elif user.target in PASSES_THROUGH and user not in seen:
+                seen.add(user)
+                queue.append(user)
+    return False
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return is_operation(node) and node.target not in MATMULS
+
+
+def _is_given_tensor(node: fx.Node) -> bool:
+    return is_tensor(value_of(node)) and not is_static(node)

@@ -1,0 +1,243 @@
+"""A Dynamo graph as a linear program: positions, edges, labels, lifetimes.
+
+Enters: the `torch.fx.Graph` that Dynamo hands a backend (torch functions and tensor
+methods; parameters are placeholders; program order is kept). Leaves: a read-only view
+in which "the same operation" is an integer, so that repeated blocks can be found by
+comparing numbers. Nothing here reads a name of a module, attribute or variable.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+IntArray = npt.NDArray[np.int64]
+
+# Arguments that select what an operation does rather than how much of it.
+_STRUCTURAL = (
+    bool,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    type(None),
+    type(...),
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The operations at positions `start` (included) to `stop` (excluded)."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, position: object) -> bool:
+        return isinstance(position, int) and self.start <= position < self.stop
+
+    def overlap(self, other: Span) -> int:
+        """Count the positions that both spans hold."""
+        return max(0, min(self.stop, other.stop) - max(self.start, other.start))
+
+
+def value_of(node: fx.Node) -> Any:
+    """Return the fake value that Dynamo recorded for `node`, or None."""
+    return node.meta.get("example_value")
+
+
+def is_operation(node: fx.Node) -> bool:
+    """Tell whether `node` computes: not an input, a constant or the output."""
+    return node.op in ("call_function", "call_method", "call_module")
+
+
+def shape_of(node: fx.Node) -> tuple[str, ...] | None:
+    """Return the shape of a tensor node as text, so that symbols add no guard."""
+    value = value_of(node)
+    return tuple(str(size) for size in value.shape) if is_tensor(value) else None
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether a recorded value is one tensor."""
+    return isinstance(value, torch.Tensor)
+
+
+def is_static(node: fx.Node) -> bool:
+    """Tell whether a placeholder is a parameter, a buffer or an attribute of a module.
+
+    Such a tensor belongs to the model; every other placeholder comes from the caller.
+    """
+    # Private: `grapharg.source` (checked on torch 2.13.0). The public marks
+    # (`_dynamo_static_input_type` in `tensor_dict`) miss tensors that are plain attributes
+    # of a module, such as the rotary tables of Qwen-Image.
+    if node.op != "placeholder":
+        return False
+    if isinstance(value_of(node), torch.nn.Parameter):
+        return True
+    if "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}):
+        return True
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    guard_source = getattr(source, "guard_source", None)
+    if callable(guard_source):  # a method up to torch 2.11, a property later
+        guard_source = guard_source()
+    # Private: GuardSource says whether a value was reached through an nn.Module.
+    is_module = getattr(guard_source, "is_unspecialized_nn_module", None)
+    return bool(is_module is not None and is_module())
+
+
+class Program:
+    """The operations of a graph in program order, with integer labels and edges."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.nodes: list[fx.Node] = [n for n in graph.nodes if is_operation(n)]
+        self.position: dict[fx.Node, int] = {n: i for i, n in enumerate(self.nodes)}
+        self.placeholders: list[fx.Node] = [
+            n for n in graph.nodes if n.op == "placeholder"
+        ]
+        self.output: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
+        # edges[i]: the producers that operation i reads, in argument order, with repeats.
+        self.edges: list[tuple[fx.Node, ...]] = []
+        self.constants: list[tuple[Any, ...]] = []
+        self.labels: IntArray = self._label()
+        self.last_use: IntArray = np.array(
+            [self._last_use(node) for node in self.nodes], dtype=np.int64
+        )
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def at(self, node: fx.Node) -> int:
+        """Return the position of `node`: -1 for inputs, `len(self)` for the output."""
+        if node.op == "output":
+            return len(self.nodes)
+        return self.position.get(node, -1)
+
+    def span_nodes(self, span: Span) -> list[fx.Node]:
+        """Return the operations in `span`."""
+        return self.nodes[span.start : span.stop]
+
+    def live_out(self, span: Span) -> list[fx.Node]:
+        """Return the operations in `span` whose results are read after it."""
+        return [
+            self.nodes[i]
+            for i in range(span.start, span.stop)
+            if self.last_use[i] >= span.stop
+        ]
+
+    def live_in(self, span: Span) -> list[fx.Node]:
+        """Return what `span` reads from outside, in order of first use."""
+        found: dict[fx.Node, None] = {}
+        for i in range(span.start, span.stop):
+            for producer in self.edges[i]:
+                if self.at(producer) not in span:
+                    found.setdefault(producer)
+        return list(found)
+
+    def reachable_from(self, sources: list[fx.Node]) -> set[fx.Node]:
+        """Return `sources` and every node that depends on one of them."""
+        seen = set(sources)
+        queue = list(sources)
+        while queue:
+            for user in queue.pop().users:
+                if user not in seen:
+                    seen.add(user)
+                    queue.append(user)
+        return seen
+
+    def _last_use(self, node: fx.Node) -> int:
+        return max((self.at(user) for user in node.users), default=-1)
+
+    def _label(self) -> IntArray:
+        codes: dict[Any, int] = {}
+        labels = np.empty(len(self.nodes), dtype=np.int64)
+        for i, node in enumerate(self.nodes):
+            edges: list[fx.Node] = []
+            constants: list[Any] = []
+            skeleton = (
+                _skeleton(node.args, edges, constants),
+                _skeleton(node.kwargs, edges, constants),
+            )
+            key = (
+                node.op,
+                node.target,
+                skeleton,
+                self._index(node),
+                _value_kind(value_of(node)),
+            )
+            labels[i] = codes.setdefault(key, len(codes))
+            self.edges.append(tuple(edges))
+            self.constants.append(tuple(constants))
+        return labels
+
+    @staticmethod
+    def _index(node: fx.Node) -> int | None:
+        """Return which item of a tuple `node` takes: structure, unlike other numbers."""
+        if node.target is not operator.getitem or len(node.args) != 2:
+            return None
+        owner, index = node.args
+        if isinstance(index, int) and isinstance(owner, fx.Node):
+            return None if is_tensor(value_of(owner)) else index
+        return None
+
+
+def _value_kind(value: Any) -> Any:
+    if is_tensor(value):
+        return tuple(str(size) for size in value.shape), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(_value_kind(item) for item in value)
+    return type(value).__name__
+
+
+def _skeleton(argument: Any, edges: list[fx.Node], constants: list[Any]) -> Any:
+    """Return the shape of an argument tree; numbers are collected, not compared.
+
+    Blocks that differ only in numbers (Chroma slices one table at per-block offsets) are
+    found as repeats; whether the numbers agree is asked later, of `constants`.
+    """
+    if isinstance(argument, fx.Node):
+        if argument.op == "get_attr":
+            constants.append(argument.target)
+            return "@"
+        edges.append(argument)
+        return "%"
+    if isinstance(argument, tuple | list):
+        return (
+            type(argument).__name__,
+            *(_skeleton(item, edges, constants) for item in argument),
+        )
+    if isinstance(argument, dict):
+        return tuple(
+            (key, _skeleton(item, edges, constants)) for key, item in argument.items()
+        )
+    if isinstance(argument, slice):
+        parts = (argument.start, argument.stop, argument.step)
+        return ("slice", *(_skeleton(part, edges, constants) for part in parts))
+    if isinstance(argument, _STRUCTURAL):
+        return (type(argument).__name__, str(argument))
+    constants.append(argument)
+    return type(argument).__name__
+
+
+def iter_ancestors(node: fx.Node, passable: Any) -> Iterator[fx.Node]:
+    """Yield `node` and what it is computed from, through nodes that `passable` accepts."""
+    seen, queue = {node}, [node]
+    while queue:
+        current = queue.pop()
+        yield current
+        if current is not node and not passable(current):
+            continue
+        for producer in current.all_input_nodes:
+            if producer not in seen:
+                seen.add(producer)
+                queue.append(producer)

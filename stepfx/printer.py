@@ -1,0 +1,154 @@
+"""Canonical text of a graph.
+
+One line an operation, numbered in program order; names that fx made up are not shown, so
+that equal graphs print alike:
+
+    %2: f32[1, 16, 32] = linear(%0, %1, None)              # model.py:17
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepfx.patterns.program import value_of
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def format_graph(graph: fx.Graph, sources: bool = True) -> str:
+    """Return the text of a graph; `sources` adds the line of the model to each operation."""
+    names = {node: f"%{i}" for i, node in enumerate(graph.nodes) if node.op != "output"}
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {_argument(node.args[0], names)}")
+            continue
+        kind = format_value(value_of(node))
+        left = f"{names[node]}: {kind}" if kind else names[node]
+        text = f"{left} = {_operation(node, names)}"
+        source = source_line(node) if sources else ""
+        lines.append(f"{text:<72}  # {source}" if source else text)
+    return "\n".join(lines) + "\n"
+
+
+def format_module(gm: fx.GraphModule, title: str = "graph", sources: bool = True) -> str:
+    """Return the text of a graph module and of each distinct module that it calls."""
+    parts: dict[int, str] = {}
+    queue: list[tuple[str, fx.GraphModule]] = [(title, gm)]
+    while queue:
+        name, module = queue.pop(0)
+        if id(module) in parts:
+            continue
+        body = format_graph(module.graph, sources)
+        parts[id(module)] = f"{name}:\n" + "".join(
+            f"    {line}\n" for line in body.splitlines()
+        )
+        for node in module.graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                called = _attribute(module, str(node.target))
+                if isinstance(called, fx.GraphModule):
+                    queue.append((str(node.target), called))
+    return "\n".join(parts.values())
+
+
+def format_value(value: Any) -> str:
+    """Return the type of a recorded value: `f32[1, 16]` for a tensor."""
+    if isinstance(value, torch.Tensor):
+        dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(format_value(item) for item in value)})"
+    return ""
+
+
+def source_line(node: fx.Node) -> str:
+    """Return `file.py:line` of the model's code that made `node`, innermost frame."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    path, line = frames[-1]
+    return f"{path.rsplit('/', 1)[-1]}:{line}"
+
+
+def operation_name(node: fx.Node) -> str:
+    """Return the short name of what a node does."""
+    if node.op in ("call_method", "call_module", "get_attr", "placeholder"):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def count_operations(graph: fx.Graph) -> Counter[str]:
+    """Count the operations of a graph by name."""
+    return Counter(operation_name(n) for n in graph.nodes if n.op.startswith("call_"))
+
+
+def diff(before: str, after: str, name: str) -> str:
+    """Return the unified diff of two texts."""
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True),
+        after.splitlines(keepends=True),
+        f"before {name}",
+        f"after {name}",
+        n=2,
+    )
+    return "".join(lines)
+
+
+def _attribute(module: torch.nn.Module, target: str) -> Any:
+    found: Any = module
+    for part in target.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _operation(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    name = operation_name(node)
+    if node.op == "placeholder":
+        return "input" if not value_of(node) is None else f"input {name}"
+    if node.op == "get_attr":
+        return f"self.{name}"
+    arguments = [_argument(a, names) for a in node.args]
+    arguments += [f"{k}={_argument(v, names)}" for k, v in node.kwargs.items()]
+    if node.op == "call_method":
+        return f"{arguments[0]}.{name}({', '.join(arguments[1:])})"
+    prefix = "call " if node.op == "call_module" else ""
+    return f"{prefix}{name}({', '.join(arguments)})"
+
+
+def _argument(argument: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(argument, fx.Node):
+        return names[argument]
+    if isinstance(argument, list):
+        return f"[{', '.join(_argument(a, names) for a in argument)}]"
+    if isinstance(argument, tuple):
+        inner = ", ".join(_argument(a, names) for a in argument)
+        return f"({inner},)" if len(argument) == 1 else f"({inner})"
+    if isinstance(argument, dict):
+        items = (f"{k}: {_argument(v, names)}" for k, v in argument.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(argument, slice):
+        parts = (argument.start, argument.stop, argument.step)
+        shown = ["" if p is None else _argument(p, names) for p in parts]
+        return ":".join(shown if argument.step is not None else shown[:2])
+    if argument is ...:
+        return "..."
+    return str(argument).removeprefix("torch.")
