@@ -15,6 +15,7 @@ from stepfx.config import Config, ConfigError
 from stepfx.dump import Dump
 from stepfx.passes.base import Pass, PassContext
 from stepfx.passes.canonicalize import Canonicalize
+from stepfx.passes.match_layouts import MatchLayouts
 from stepfx.passes.outline_blocks import OutlineBlocks
 from stepfx.passes.step_cache import StepCache
 
@@ -29,6 +30,8 @@ def default_pipeline(config: Config) -> tuple[Pass, ...]:
         Canonicalize(),
         # Finds the blocks and makes the outer graph; all later passes see stages.
         OutlineBlocks(),
+        # Artifacts are compiled for strides; before the gate, which reads the streams.
+        *([MatchLayouts()] if config.inner != "eager" else []),
         # Last: what it puts between the stages is not part of the model.
         StepCache(
             preset.fn_compute_blocks, preset.bn_compute_blocks, config.taylor_order + 1
