@@ -125,7 +125,11 @@ def train(
         progress = (time.perf_counter() - start) / (60 * minutes)
         if progress >= 1:
             break
-        rate = peak * min(1, (step + 1) / 300) * (0.02 + 0.98 * math.cos(math.pi / 2 * progress) ** 2)
+        rate = (
+            peak
+            * min(1, (step + 1) / 300)
+            * (0.02 + 0.98 * math.cos(math.pi / 2 * progress) ** 2)
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         pick = torch.randint(len(x), (batch,))
@@ -141,9 +145,7 @@ def train(
         optimizer.step()
         decay = min(0.9995, (step + 1) / (step + 20))
         with torch.no_grad():
-            torch._foreach_lerp_(
-                list(ema.parameters()), list(model.parameters()), 1 - decay
-            )
+            torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
         step += 1
         running += loss.item()
         if step % 200 == 0:

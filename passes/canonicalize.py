@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -21,7 +21,7 @@ from stepfx.passes.base import PassContext
 from stepfx.patterns.program import is_tensor, value_of
 from stepfx.patterns.storages import Storages
 
-OUT_OF_PLACE = {
+OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,

@@ -19,7 +19,7 @@ from torch import fx
 
 
 def build_graph(
-    name: str, inputs: Sequence[tuple[str, Any]], body: Callable[..., Sequence[fx.Proxy]]
+    name: str, inputs: Sequence[tuple[str, Any]], body: Callable[..., Sequence[Any]]
 ) -> fx.GraphModule:
     """Record `body` on named inputs, each given with its fake value."""
     graph = fx.Graph()
@@ -42,13 +42,13 @@ def score_graph(h0: list[Any], h1: list[Any], time: Any, per_sample: bool) -> fx
     """
     n = len(h0)
 
-    def size(x: fx.Proxy) -> fx.Proxy:
+    def size(x: Any) -> Any:
         x = x.abs()
         if per_sample:
             return x.flatten(1).mean(1, dtype=torch.float32)
         return x.mean(dtype=torch.float32).reshape(1)
 
-    def body(*args: fx.Proxy) -> list[fx.Proxy]:
+    def body(*args: Any) -> list[Any]:
         before, after, kept = args[:n], args[n : 2 * n], args[2 * n : 3 * n]
         ok, *rest = args[3 * n :]
         pairs = list(zip(before, after, kept, strict=True))
@@ -87,7 +87,7 @@ def keep_graph(
     n = len(h0)
     count = sum(base is not None for base in bases)
 
-    def body(*args: fx.Proxy) -> list[fx.Proxy]:
+    def body(*args: Any) -> list[Any]:
         before, after = args[:n], args[n : 2 * n]
         base = iter(args[2 * n : 2 * n + count])
         results = args[2 * n + count :]
@@ -110,9 +110,7 @@ def keep_graph(
     return build_graph("Keep", inputs, body)
 
 
-def reuse_graph(
-    bases: list[Any | None], residuals: list[Any], history: int
-) -> fx.GraphModule:
+def reuse_graph(bases: list[Any | None], residuals: list[Any], history: int) -> fx.GraphModule:
     """Return the graph that stands in for the skipped blocks.
 
     With `history` 1 it adds the last residual as it is. With more it adds a combination of
@@ -121,7 +119,7 @@ def reuse_graph(
     """
     count = sum(base is not None for base in bases)
 
-    def body(*args: fx.Proxy) -> list[fx.Proxy]:
+    def body(*args: Any) -> list[Any]:
         base = iter(args[:count])
         kept = args[count : count + history * len(bases)]
         outs = []
@@ -145,9 +143,7 @@ def reuse_graph(
     return build_graph(f"Reuse{history}", inputs, body)
 
 
-def _forecast(
-    start: fx.Proxy | None, terms: Sequence[fx.Proxy], c: fx.Proxy, dtype: torch.dtype
-) -> fx.Proxy:
+def _forecast(start: Any | None, terms: Sequence[Any], c: Any, dtype: torch.dtype) -> Any:
     if len(terms) == 1:
         return terms[0].clone() if start is None else start + terms[0]
     total = c[0] * terms[0].to(torch.float32)

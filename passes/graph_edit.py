@@ -61,9 +61,7 @@ def extract(
     return fx.GraphModule(root, graph, class_name=name)
 
 
-def _constant(
-    graph: fx.Graph, env: dict[fx.Node, fx.Node], node: fx.Node
-) -> fx.Node:
+def _constant(graph: fx.Graph, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     if node not in env:
         env[node] = graph.get_attr(str(node.target))
         env[node].meta = dict(node.meta)

@@ -137,8 +137,9 @@ class _Outliner:
         boundaries: list[Boundary] = []
         for number, blocks in enumerate(self.region.lists):
             last = number == len(self.region.lists) - 1
-            for k in range(len(blocks) + last):
-                boundaries.append(self._boundary(number, blocks, k, origins))
+            boundaries += [
+                self._boundary(number, blocks, k, origins) for k in range(len(blocks) + last)
+            ]
         return Outline(tuple(self.block_calls), tuple(boundaries), origins)
 
     def _boundary(
@@ -147,9 +148,7 @@ class _Outliner:
         values = [s.entry if k == 0 else s.outputs[k - 1] for s in blocks.streams]
         outer = [self.env.get(node) if node is not None else None for node in values]
         streams = {origins[n]: n for n in outer if n is not None and n in origins}
-        image = tuple(
-            node for i in self.region.image[number] if (node := outer[i]) is not None
-        )
+        image = tuple(node for i in self.region.image[number] if (node := outer[i]) is not None)
         return Boundary(streams, image)
 
     def _block_list(self, number: int, blocks: BlockList) -> None:

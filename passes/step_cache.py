@@ -101,7 +101,9 @@ def _insert_gate(
         fake_time = None if time is None else value_of(time)
         score = score_graph(values, watched, fake_time, per_sample)
         for placeholder, value in zip(
-            score.graph.find_nodes(op="placeholder")[2 * len(values) :], signals, strict=False
+            score.graph.find_nodes(op="placeholder")[2 * len(values) :],
+            signals,
+            strict=False,
         ):
             placeholder.meta["example_value"] = value
         reuse = {
@@ -155,7 +157,8 @@ def _insert_gate(
 
 def _nodes_between(outline: Outline, first: int, last: int) -> list[fx.Node]:
     """Return the calls of blocks `first` to `last` (excluded) with all that lies between."""
-    node, nodes = outline.blocks[first], []
+    node: fx.Node = outline.blocks[first]
+    nodes: list[fx.Node] = []
     stop = outline.blocks[last] if last < len(outline.blocks) else None
     final = outline.blocks[last - 1]
     while node is not stop and node.op != "output":
@@ -192,9 +195,7 @@ def _base(node: fx.Node, outline: Outline, first: int) -> fx.Node | None:
 
 
 def _placeholder(graph: fx.Graph, original: fx.Node) -> fx.Node:
-    return next(
-        n for n in graph.find_nodes(op="placeholder") if n.target == original.target
-    )
+    return next(n for n in graph.find_nodes(op="placeholder") if n.target == original.target)
 
 
 def _is_batch_first(analysis: Analysis, image: tuple[fx.Node, ...]) -> bool:

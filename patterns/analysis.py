@@ -34,9 +34,7 @@ def analyse(graph: fx.Graph) -> Analysis:
     if isinstance(region, Region):
         writer = writes_outside(program, region.span)
         if writer is not None:
-            region = Miss(
-                f"a block writes to a tensor made outside the blocks ({writer.name})"
-            )
+            region = Miss(f"a block writes to a tensor made outside the blocks ({writer.name})")
     return Analysis(
         program,
         tuple(lists),

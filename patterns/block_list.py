@@ -11,6 +11,7 @@ natural start; the cut with the fewest live tensors is taken.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -289,7 +290,7 @@ def _describe(program: Program, bounds: list[int]) -> BlockList | None:
             edge_slots[offset, edge] = numbers[nodes]
     if not entries or not all(is_tensor(value_of(node)) for node in entries.values()):
         return None
-    spans = tuple(Span(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+    spans = tuple(Span(a, b) for a, b in itertools.pairwise(bounds))
     outputs = sorted(
         {program.at(node) - span.start for span in spans for node in program.live_out(span)}
     )
@@ -297,9 +298,7 @@ def _describe(program: Program, bounds: list[int]) -> BlockList | None:
         Stream(offset, entry, tuple(program.nodes[b + offset] for b in bounds[:-1]))
         for offset, entry in sorted(entries.items())
     )
-    return BlockList(
-        spans, count, streams, tuple(slots.values()), tuple(outputs), edge_slots
-    )
+    return BlockList(spans, count, streams, tuple(slots.values()), tuple(outputs), edge_slots)
 
 
 def _slot_kind(nodes: tuple[fx.Node, ...]) -> SlotKind:

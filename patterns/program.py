@@ -102,9 +102,7 @@ class Program:
         self.graph = graph
         self.nodes: list[fx.Node] = [n for n in graph.nodes if is_operation(n)]
         self.position: dict[fx.Node, int] = {n: i for i, n in enumerate(self.nodes)}
-        self.placeholders: list[fx.Node] = [
-            n for n in graph.nodes if n.op == "placeholder"
-        ]
+        self.placeholders: list[fx.Node] = [n for n in graph.nodes if n.op == "placeholder"]
         self.output: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
         # edges[i]: the producers that operation i reads, in argument order, with repeats.
         self.edges: list[tuple[fx.Node, ...]] = []
@@ -130,9 +128,7 @@ class Program:
     def live_out(self, span: Span) -> list[fx.Node]:
         """Return the operations in `span` whose results are read after it."""
         return [
-            self.nodes[i]
-            for i in range(span.start, span.stop)
-            if self.last_use[i] >= span.stop
+            self.nodes[i] for i in range(span.start, span.stop) if self.last_use[i] >= span.stop
         ]
 
     def live_in(self, span: Span) -> list[fx.Node]:
@@ -217,9 +213,7 @@ def _skeleton(argument: Any, edges: list[fx.Node], constants: list[Any]) -> Any:
             *(_skeleton(item, edges, constants) for item in argument),
         )
     if isinstance(argument, dict):
-        return tuple(
-            (key, _skeleton(item, edges, constants)) for key, item in argument.items()
-        )
+        return tuple((key, _skeleton(item, edges, constants)) for key, item in argument.items())
     if isinstance(argument, slice):
         parts = (argument.start, argument.stop, argument.step)
         return ("slice", *(_skeleton(part, edges, constants) for part in parts))

@@ -50,9 +50,7 @@ class Region:
         return [span for blocks in self.lists for span in blocks.spans]
 
 
-def find_region(
-    program: Program, lists: list[BlockList], inputs: Inputs
-) -> Region | Miss:
+def find_region(program: Program, lists: list[BlockList], inputs: Inputs) -> Region | Miss:
     """Return the region that a gate may skip, or why there is none."""
     if not lists:
         return Miss("no repeated blocks were found in the graph")
@@ -75,9 +73,7 @@ def find_region(
     chosen = tuple(lists[first : last + 1])
     count = sum(len(blocks) for blocks in chosen)
     if count < MIN_BLOCKS:
-        return Miss(
-            f"the main stack has {count} blocks; a gate needs at least {MIN_BLOCKS}"
-        )
+        return Miss(f"the main stack has {count} blocks; a gate needs at least {MIN_BLOCKS}")
     followed = _follow_streams(chosen)
     span = Span(chosen[0].span.start, chosen[-1].span.stop)
     leaving = {followed.get(node) for node in program.live_out(span)}

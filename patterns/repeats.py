@@ -60,7 +60,6 @@ def shorter_periods(run: Repeat, runs: list[Repeat], share: float = 0.9) -> list
     covering = [
         other
         for other in runs
-        if other.period <= run.period
-        and other.span.overlap(run.span) >= share * len(run.span)
+        if other.period <= run.period and other.span.overlap(run.span) >= share * len(run.span)
     ]
     return sorted(covering, key=lambda other: (other.period, other.start - other.stop))

@@ -75,9 +75,7 @@ class Backend:
         self._warn(gm, f"the model runs without a step cache: {reason}")
         return compile_graph(gm, example_inputs, config)
 
-    def _compile_gated(
-        self, gm: fx.GraphModule, config: Config
-    ) -> Callable[..., Any] | str:
+    def _compile_gated(self, gm: fx.GraphModule, config: Config) -> Callable[..., Any] | str:
         """Return the gated graph, or why there is none."""
         result = rewrite(gm, config)
         site: GateSite | None = result.notes.get("gate")

@@ -1,11 +1,11 @@
 """Write what the compiler did to a folder a person can read.
 
-    dump/graph_0/00_dynamo.txt
-                 01_canonicalize.txt, .diff      only passes that changed something
-                 02_outline_blocks.txt
-                 03_step_cache.txt               the outer graph and the modules it calls
-                 outer.txt                       the outer graph alone
-                 summary.txt
+dump/graph_0/00_dynamo.txt
+01_canonicalize.txt, .diff      only passes that changed something
+02_outline_blocks.txt
+03_step_cache.txt               the outer graph and the modules it calls
+outer.txt                       the outer graph alone
+summary.txt
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class Dump:
         text = format_module(gm)
         (self.folder / f"{number:02d}_{name}.txt").write_text(text)
         if self._last and number == 1:
-            (self.folder / f"{number:02d}_{name}.diff").write_text(
-                diff(self._last, text, name)
-            )
+            (self.folder / f"{number:02d}_{name}.diff").write_text(diff(self._last, text, name))
         self._last = text
         if name == "step_cache":
             (self.folder / "outer.txt").write_text(format_graph(gm.graph, sources=False))

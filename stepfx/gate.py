@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stepfx.config import Preset
-from stepfx.requests import Branch, Kept, Request, current_scope
+from stepfx.requests import Branch, Kept, Request
 from stepfx.session import Caller, Session
 
 Tensors = Sequence[torch.Tensor]
@@ -40,9 +40,9 @@ class Policy:
         if self.is_off or request is None or branch is None or branch.kept is None:
             return True
         step = branch.step
-        if step < max(1, self.preset.max_warmup_steps):
-            if step % self.preset.warmup_interval == 0:
-                return True
+        warm = max(1, self.preset.max_warmup_steps)
+        if step < warm and step % self.preset.warmup_interval == 0:
+            return True
         if request.steps is not None and step >= request.steps - 1:
             return True
         limit, in_a_row = self.max_cached_steps, self.max_continuous_cached_steps
@@ -59,9 +59,7 @@ class Policy:
                 for i in range(0, len(changes), rows)
             ]
             return _worst(totals)
-        return _worst(
-            [c / _positive(s) for c, s in zip(changes, sizes, strict=True)]
-        )
+        return _worst([c / _positive(s) for c, s in zip(changes, sizes, strict=True)])
 
 
 def _positive(size: float) -> float:
@@ -123,9 +121,11 @@ class Gate:
         model's timestep input of any shape.
         """
         if self.is_blind:
-            self.session.warn_once("no timestep input was found in the graph, so requests "
+            self.session.warn_once(
+                "no timestep input was found in the graph, so requests "
                 "cannot be told apart: every step is computed; name requests with "
-                "stepfx.request(steps=...)")
+                "stepfx.request(steps=...)"
+            )
             return True
         request, branch = self.session.candidate(self.caller)
         skippable = not self.policy.must_compute(request, branch)
@@ -137,9 +137,7 @@ class Gate:
             values = score(*h0, *h1, *kept.signals, kept.ok, *times)[0].tolist()
             now = values.pop(0) if times else float(branch.step)
             ok, half = values[0], (len(values) - 1) // 2
-            self._score = self.policy.score(
-                values[1 : 1 + half], values[1 + half :], len(h0)
-            )
+            self._score = self.policy.score(values[1 : 1 + half], values[1 + half :], len(h0))
             sound = bool(ok) and math.isfinite(self._score)
             close = sound and self._score <= self.policy.preset.threshold
         else:

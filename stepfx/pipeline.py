@@ -33,9 +33,7 @@ def default_pipeline(config: Config) -> tuple[Pass, ...]:
         # Artifacts are compiled for strides; before the gate, which reads the streams.
         *([MatchLayouts()] if config.inner != "eager" else []),
         # Last: what it puts between the stages is not part of the model.
-        StepCache(
-            preset.fn_compute_blocks, preset.bn_compute_blocks, config.taylor_order + 1
-        ),
+        StepCache(preset.fn_compute_blocks, preset.bn_compute_blocks, config.taylor_order + 1),
     )
     names = {p.name for p in passes}
     for name in config.disable:

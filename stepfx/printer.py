@@ -123,7 +123,7 @@ def _attribute(module: torch.nn.Module, target: str) -> Any:
 def _operation(node: fx.Node, names: dict[fx.Node, str]) -> str:
     name = operation_name(node)
     if node.op == "placeholder":
-        return "input" if not value_of(node) is None else f"input {name}"
+        return "input" if value_of(node) is not None else f"input {name}"
     if node.op == "get_attr":
         return f"self.{name}"
     arguments = [_argument(a, names) for a in node.args]

@@ -1,0 +1,197 @@
+"""What `stepfx.explain` answers: block lists, where the gate sits, or why there is none."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stepfx.passes.step_cache import GateSite
+from stepfx.patterns.analysis import Analysis
+from stepfx.patterns.block_list import BlockList
+from stepfx.patterns.forward_pattern import stream_names
+from stepfx.patterns.program import shape_of, value_of
+from stepfx.patterns.region import Region
+from stepfx.pipeline import PipelineResult
+from stepfx.printer import format_value
+
+PATTERN_TEXT = {
+    0: "0: (h, e) -> (h, e)",
+    1: "1: (h, e) -> (e, h)",
+    2: "2: (h, e) -> h",
+    3: "3: h -> h",
+    None: "0 or 1: two streams",
+}
+
+
+@dataclass(frozen=True)
+class BlockListReport:
+    """One list of repeated blocks.
+
+    Attributes:
+        length: how many blocks run.
+        pattern: ForwardPattern in cache-dit's numbering; None if 0 and 1 cannot be told apart.
+        streams: the tensors carried from block to block, with dtype and shape.
+        graph: which compiled graph holds the list, from 0.
+        nodes: operations in a regular block.
+        variants: blocks at the end that differ from the regular ones.
+        invariants: tensors that every block reads unchanged.
+        inputs: inputs that differ from block to block and are no weights.
+        gated: whether the gate may skip blocks of this list.
+    """
+
+    length: int
+    pattern: int | None
+    streams: tuple[str, ...]
+    graph: int
+    nodes: int
+    variants: int
+    invariants: int
+    inputs: int
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What stepfx sees in a model.
+
+    Attributes:
+        graphs: graphs that Dynamo made of it.
+        block_lists: in the order they run.
+        gate: where the gate sits, or None.
+        reason: why there is no gate, or None.
+        timestep: the input that tells denoising steps apart, or None.
+        latents: the inputs that the outputs mirror.
+        conditioning: the inputs that tell CFG branches apart.
+    """
+
+    graphs: int
+    block_lists: tuple[BlockListReport, ...]
+    gate: GateSite | None
+    reason: str | None
+    timestep: str | None = None
+    latents: tuple[str, ...] = ()
+    conditioning: tuple[str, ...] = ()
+    breaks: tuple[str, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain dictionaries, lists, numbers and strings."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return the report as a table and sentences for a terminal."""
+        stream = io.StringIO()
+        console = Console(file=stream, width=100, color_system=None)
+        console.print(self)
+        return stream.getvalue()
+
+    def __rich_console__(self, console: Console, options: Any) -> Any:
+        """Render for rich: one row a block list, then the gate or the reason."""
+        table = Table(title=f"stepfx: {self.graphs} graph(s)", title_justify="left")
+        for column in ("list", "blocks", "pattern", "streams", "nodes", "gated"):
+            table.add_column(column, justify="right" if column == "nodes" else "left")
+        for number, blocks in enumerate(self.block_lists):
+            count = str(blocks.length)
+            if blocks.variants:
+                count += f" (last {blocks.variants} differs)"
+            table.add_row(
+                f"{number}" + (f" (graph {blocks.graph})" if self.graphs > 1 else ""),
+                count,
+                PATTERN_TEXT[blocks.pattern],
+                "\n".join(blocks.streams),
+                str(blocks.nodes),
+                "yes" if blocks.gated else "no",
+            )
+        yield table
+        if self.timestep:
+            yield f"timestep: {self.timestep}; latent: {', '.join(self.latents)}"
+        if self.conditioning:
+            yield f"conditioning: {', '.join(self.conditioning)}"
+        if self.gate is not None:
+            gate = self.gate
+            yield (
+                f"gate: blocks {gate.first} to {gate.last - 1} of {gate.blocks} are skipped "
+                f"when the residual of block(s) 0 to {gate.first - 1} hardly changes"
+            )
+        else:
+            yield f"no gate: {self.reason}"
+
+
+def report_of(results: list[PipelineResult | str]) -> Report:
+    """Make one report of all graphs of a model; a string is why a graph was left alone."""
+    lists: list[BlockListReport] = []
+    gate: GateSite | None = None
+    reasons: list[str] = []
+    main: Analysis | None = None
+    for number, result in enumerate(results):
+        if isinstance(result, str):
+            reasons.append(result)
+            continue
+        analysis: Analysis | None = result.notes.get("analysis")
+        site: GateSite | None = result.notes.get("gate")
+        if analysis is None:
+            reasons += result.misses
+            continue
+        lists += _lists_of(analysis, number, site is not None)
+        if site is None:
+            reasons += result.misses
+        elif gate is None:
+            gate, main = site, analysis
+    reason = None if gate is not None else (reasons or ["nothing was compiled"])[0]
+    if main is None:
+        return Report(len(results), tuple(lists), gate, reason)
+    inputs = main.inputs
+    return Report(
+        len(results),
+        tuple(lists),
+        gate,
+        reason,
+        None if inputs.timestep is None else _input(inputs.timestep),
+        tuple(map(_input, inputs.latents)),
+        tuple(map(_input, inputs.conditioning)),
+    )
+
+
+def _lists_of(analysis: Analysis, graph: int, is_gated: bool) -> list[BlockListReport]:
+    reports = []
+    region = analysis.region
+    for blocks, pattern in zip(analysis.lists, analysis.patterns, strict=True):
+        image: tuple[int, ...] = ()
+        inside = isinstance(region, Region) and blocks in region.lists
+        if isinstance(region, Region) and inside:
+            image = region.image[region.lists.index(blocks)]
+        names = stream_names(blocks, image) if image else _plain_names(blocks)
+        streams = [
+            f"{name}: {format_value(value_of(stream.entry))}"
+            for name, stream in zip(names, blocks.streams, strict=True)
+        ]
+        streams.sort(reverse=True)  # h before e
+        kinds = [slot.kind for slot in blocks.slots]
+        reports.append(
+            BlockListReport(
+                len(blocks),
+                pattern,
+                tuple(streams),
+                graph,
+                blocks.period,
+                len(blocks) - blocks.regular,
+                kinds.count("invariant"),
+                kinds.count("input"),
+                inside and is_gated,
+            )
+        )
+    return reports
+
+
+def _plain_names(blocks: BlockList) -> list[str]:
+    return [f"s{i}" for i in range(len(blocks.streams))]
+
+
+def _input(node: Any) -> str:
+    """Return what the caller calls an input, with its type."""
+    name = str(node.target).removeprefix("L_").removeprefix("kwargs_").strip("_")
+    shape = ", ".join(shape_of(node) or ())
+    return f"{name} {format_value(value_of(node)).split('[')[0]}[{shape}]"
