@@ -70,6 +70,7 @@ def _replace_in_place(graph: fx.Graph) -> int:
             new = graph.create_node(node.op, target, node.args, node.kwargs)
         new.meta = dict(node.meta)
         order[new] = order[node]
+        storages.replace(node, new)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         replaced += 1

@@ -290,6 +290,8 @@ def _describe(program: Program, bounds: list[int]) -> BlockList | None:
             edge_slots[offset, edge] = numbers[nodes]
     if not entries or not all(is_tensor(value_of(node)) for node in entries.values()):
         return None
+    if not _chains(program, bounds, set(entries)):
+        return None
     spans = tuple(Span(a, b) for a, b in itertools.pairwise(bounds))
     outputs = sorted(
         {program.at(node) - span.start for span in spans for node in program.live_out(span)}
@@ -299,6 +301,19 @@ def _describe(program: Program, bounds: list[int]) -> BlockList | None:
         for offset, entry in sorted(entries.items())
     )
     return BlockList(spans, count, streams, tuple(slots.values()), tuple(outputs), edge_slots)
+
+
+def _chains(program: Program, bounds: list[int], offsets: set[int]) -> bool:
+    """Tell whether what leaves a block is computed from what enters it.
+
+    Else the cut goes through the middle of things that stand side by side (experts).
+    """
+    reached: set[int] = set()
+    for offset in range(bounds[1] - bounds[0]):
+        producers = (program.at(e) for e in program.edges[bounds[1] + offset])
+        if any(bounds[0] <= p < bounds[1] or p - bounds[1] in reached for p in producers):
+            reached.add(offset)
+    return offsets <= reached
 
 
 def _slot_kind(nodes: tuple[fx.Node, ...]) -> SlotKind:

@@ -43,6 +43,12 @@ class Storages:
         key = _key(node)
         return [node] if key is None else self._groups.get(key, [node])
 
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let `new` stand where `old` stood: whoever shared memory with it still may."""
+        for group in self._groups.values():
+            if old in group:
+                group[group.index(old)] = new
+
 
 def _key(node: fx.Node) -> int | None:
     value = value_of(node)
