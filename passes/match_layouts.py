@@ -22,7 +22,7 @@ from torch import fx
 
 from stepfx.passes.base import PassContext
 from stepfx.passes.graph_edit import copy_meta
-from stepfx.patterns.program import is_tensor, value_of
+from stepfx.patterns.program import is_tensor, size_hint, value_of
 
 Order = tuple[int, ...]
 
@@ -48,7 +48,7 @@ def dense_order(value: torch.Tensor) -> Order | None:
     """
     sizes, strides = value.shape, value.stride()
     movable = [d for d in range(value.dim()) if str(sizes[d]) != "1"]
-    ranked = sorted(movable, key=lambda d: (-_hint(strides[d]), d))
+    ranked = sorted(movable, key=lambda d: (-size_hint(strides[d]), d))
     expected: Any = 1
     for d in reversed(ranked):
         if str(strides[d]) != str(expected):
@@ -58,12 +58,6 @@ def dense_order(value: torch.Tensor) -> Order | None:
     for place, d in zip(movable, ranked, strict=True):
         order[place] = d
     return tuple(order)
-
-
-def _hint(size: Any) -> int:
-    """Return a size as a number without a guard: the hint of a symbol."""
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return int(hint) if hint is not None else int(size) if isinstance(size, int) else 0
 
 
 class _Matcher:

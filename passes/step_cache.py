@@ -24,7 +24,7 @@ from stepfx.passes.gate_graphs import keep_graph, reuse_graph, score_graph
 from stepfx.passes.graph_edit import copy_meta
 from stepfx.passes.outline_blocks import Outline
 from stepfx.patterns.analysis import Analysis
-from stepfx.patterns.program import shape_of, value_of
+from stepfx.patterns.program import shape_of, traced_shape, value_of
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ def _placeholder(graph: fx.Graph, original: fx.Node) -> fx.Node:
 
 def _is_batch_first(analysis: Analysis, image: tuple[fx.Node, ...]) -> bool:
     """Tell whether the first dimension of the signal counts the samples of the latent."""
-    batch = (shape_of(analysis.inputs.latents[0]) or ("",))[0]
-    shapes = [shape_of(node) or () for node in image]
+    batch = (traced_shape(analysis.inputs.latents[0]) or (0,))[0]
+    shapes = [traced_shape(node) or () for node in image]
     return all(len(shape) > 1 and shape[0] == batch for shape in shapes)
 
 

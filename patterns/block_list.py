@@ -110,19 +110,37 @@ def find_block_lists(program: Program) -> list[BlockList]:
     """Return the block lists of a graph in the order they run."""
     runs = find_repeats(program.labels)
     accepted: list[BlockList] = []
-    for run in runs:
-        if any(run.span.overlap(other.span) for other in accepted):
+    for found in runs:
+        run = _outside(found, accepted)
+        if run is None:
             continue
         after = (b.span.start for b in accepted if b.span.start >= run.stop)
         limit = min(after, default=len(program))
-        for candidate in shorter_periods(run, runs):
+        for shorter in shorter_periods(run, runs):
+            candidate = _outside(shorter, accepted)
+            if candidate is None:
+                continue
             blocks = match_block_list(program, candidate, limit)
-            if blocks is not None and not any(
-                blocks.span.overlap(other.span) for other in accepted
-            ):
+            if blocks is not None:
                 accepted.append(blocks)
                 break
     return sorted(accepted, key=lambda blocks: blocks.span.start)
+
+
+def _outside(run: Repeat, accepted: list[BlockList]) -> Repeat | None:
+    """Return the longest part of `run` beside the accepted lists, if two periods fit.
+
+    A run may start on the last operation of the list before it, which looks like its own.
+    """
+    start, parts = run.start, []
+    for blocks in sorted(accepted, key=lambda b: b.span.start):
+        if blocks.span.overlap(run.span):
+            parts.append((start, blocks.span.start))
+            start = blocks.span.stop
+    parts.append((start, run.stop))
+    first, last = max(parts, key=lambda part: part[1] - part[0])
+    part = Repeat(first, last, run.period)
+    return part if part.count >= 2 else None
 
 
 def match_block_list(program: Program, run: Repeat, limit: int) -> BlockList | None:

@@ -25,7 +25,7 @@ from stepfx.patterns.program import (
     is_static,
     is_tensor,
     iter_ancestors,
-    shape_of,
+    traced_shape,
     value_of,
 )
 
@@ -107,11 +107,11 @@ def find_latents(program: Program, given: list[fx.Node]) -> list[fx.Node]:
     candidates = [n for n in given if value_of(n).is_floating_point()]
     latents: list[fx.Node] = []
     for output in program.output.all_input_nodes:
-        shape = shape_of(output)
+        shape = traced_shape(output)
         ranked = sorted(
             (difference, i, node)
             for i, node in enumerate(candidates)
-            if (difference := _difference(shape, shape_of(node))) is not None
+            if (difference := _difference(shape, traced_shape(node))) is not None
             and node not in latents
         )
         if ranked:
@@ -119,7 +119,7 @@ def find_latents(program: Program, given: list[fx.Node]) -> list[fx.Node]:
     return sorted(latents, key=program.placeholders.index)
 
 
-def _difference(a: tuple[str, ...] | None, b: tuple[str, ...] | None) -> int | None:
+def _difference(a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> int | None:
     """Count the sizes that differ; None if the ranks do or more than one size does."""
     if a is None or b is None or len(a) != len(b) or len(a) < 2:
         return None

@@ -67,6 +67,19 @@ def shape_of(node: fx.Node) -> tuple[str, ...] | None:
     return tuple(str(size) for size in value.shape) if is_tensor(value) else None
 
 
+def size_hint(size: Any) -> int:
+    """Return a size as a number; a symbol gives the value it was traced with, no guard."""
+    # Private: `SymInt.node.hint` (torch 2.11 to 2.13); `int(size)` would add a guard.
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(size) if hint is None and isinstance(size, int) else int(hint or 0)
+
+
+def traced_shape(node: fx.Node) -> tuple[int, ...] | None:
+    """Return the sizes that a tensor node had when it was traced."""
+    value = value_of(node)
+    return tuple(map(size_hint, value.shape)) if is_tensor(value) else None
+
+
 def is_tensor(value: object) -> bool:
     """Tell whether a recorded value is one tensor."""
     return isinstance(value, torch.Tensor)
@@ -82,9 +95,7 @@ def is_static(node: fx.Node) -> bool:
     # of a module, such as the rotary tables of Qwen-Image.
     if node.op != "placeholder":
         return False
-    if isinstance(value_of(node), torch.nn.Parameter):
-        return True
-    if "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}):
+    if is_registered(node):
         return True
     source = getattr(node.meta.get("grapharg"), "source", None)
     guard_source = getattr(source, "guard_source", None)
@@ -93,6 +104,18 @@ def is_static(node: fx.Node) -> bool:
     # Private: GuardSource says whether a value was reached through an nn.Module.
     is_module = getattr(guard_source, "is_unspecialized_nn_module", None)
     return bool(is_module is not None and is_module())
+
+
+def is_registered(node: fx.Node) -> bool:
+    """Tell whether a placeholder is a parameter or buffer: the same object at every call.
+
+    Other static inputs may be made anew for each call, as the tensors are by which Dynamo
+    passes a module's float attributes under dynamic shapes.
+    """
+    if isinstance(value_of(node), torch.nn.Parameter):
+        return True
+    # Private: the mark that Dynamo puts on registered tensors (torch 2.11 to 2.13).
+    return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 
 class Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import re
 import warnings
@@ -19,9 +20,10 @@ from stepfx.gate import Policy
 from stepfx.lowering import compile_graph, lower
 from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
-from stepfx.patterns.program import is_tensor, value_of
+from stepfx.patterns.program import is_registered, is_tensor, value_of
 from stepfx.patterns.region import Region
 from stepfx.pipeline import PipelineResult, default_pipeline, run_pipeline
+from stepfx.printer import format_graph
 from stepfx.runtime import GatedGraph, InputRoles
 
 log = logging.getLogger(__name__)
@@ -92,7 +94,9 @@ class Backend:
             config.max_continuous_cached_steps,
         )
         roles = _roles(result.notes["analysis"])
-        return GatedGraph(result.module.forward, roles, policy, site.has_time)
+        return GatedGraph(
+            result.module.forward, roles, policy, site.has_time, fingerprint(gm, config)
+        )
 
     def _warn(self, gm: fx.GraphModule, text: str) -> None:
         """Warn once a model: graphs of one model start in one file of its code."""
@@ -121,6 +125,12 @@ def recorded_fake_mode(gm: fx.GraphModule) -> Any:
     return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
 
 
+def fingerprint(gm: fx.GraphModule, config: Config) -> str:
+    """Return a hash that is equal for graphs that compute the same with the same options."""
+    text = f"{format_graph(gm.graph, sources=False)}\n{config}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def why_not_gated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """Return what about the call itself forbids a gate, or None."""
     if torch.is_grad_enabled() and any(
@@ -141,19 +151,23 @@ def _roles(analysis: Analysis) -> InputRoles:
     position = {n: i for i, n in enumerate(analysis.program.placeholders)}
     inputs, region = analysis.inputs, analysis.region
     assert isinstance(region, Region)
+    registered = {n for n in inputs.weights if is_registered(n)}
     of_blocks = {
         node: None
         for blocks in region.lists
         for slot in blocks.slots
-        if slot.kind == "weight"
         for node in slot.nodes
+        if node in registered
     }
-    weights = tuple(position[n] for n in inputs.weights)
     given = [n for n in position if is_tensor(value_of(n)) and n not in set(inputs.weights)]
+    # What belongs to the module but is no weight (a rotary table, a float) is compared like
+    # conditioning: by object, else by value.
+    attributes = [n for n in inputs.weights if n not in registered]
+    weights = tuple(position[n] for n in inputs.weights if n in registered)
     return InputRoles(
         identity=tuple(position[n] for n in of_blocks) or weights,
         weights=weights,
-        conditioning=tuple(position[n] for n in inputs.conditioning),
+        conditioning=tuple(position[n] for n in (*inputs.conditioning, *attributes)),
         given=tuple(position[n] for n in given),
     )
 

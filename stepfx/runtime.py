@@ -29,7 +29,11 @@ class InputRoles:
 
 
 class GatedGraph:
-    """A compiled outer graph. Called with the inputs of Dynamo's graph, in its order."""
+    """A compiled outer graph. Called with the inputs of Dynamo's graph, in its order.
+
+    What is kept belongs to `fingerprint`, not to this object: Dynamo may compile the same
+    graph again for other strides or another grad mode in the middle of a request.
+    """
 
     def __init__(
         self,
@@ -37,9 +41,11 @@ class GatedGraph:
         roles: InputRoles,
         policy: Policy,
         has_time: bool,
+        fingerprint: str,
     ) -> None:
         self._forward, self._roles = forward, roles
         self._policy, self._has_time = policy, has_time
+        self._fingerprint = fingerprint
 
     def __call__(self, *args: Any) -> Any:
         """Run one denoising step of whoever the inputs belong to."""
@@ -49,7 +55,7 @@ class GatedGraph:
             session.observe_weights([args[i] for i in roles.weights])
             caller = Caller(
                 current_scope(),
-                (id(self), *_shapes(args, roles.given)),
+                (self._fingerprint, *_shapes(args, roles.given)),
                 [args[i] for i in roles.conditioning],
             )
             gate = Gate(session, caller, self._policy, self._has_time)

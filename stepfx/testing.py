@@ -117,13 +117,17 @@ class BlockCounter:
     """Counts how often modules run, through an operator that every compiler must call."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._handles = [m.register_forward_hook(self._hook) for m in modules]
+        self._handles = [
+            m.register_forward_pre_hook(self._hook, with_kwargs=True) for m in modules
+        ]
 
     @staticmethod
-    def _hook(_: Any, __: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (torch.ops.stepfx_testing.count(output[0]), *output[1:])
-        return torch.ops.stepfx_testing.count(output)
+    def _hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # On what enters: of what leaves, one tensor may be dead in the last block.
+        if args:
+            return (torch.ops.stepfx_testing.count(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: torch.ops.stepfx_testing.count(kwargs[name])}
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[list[int]]:

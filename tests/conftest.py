@@ -145,9 +145,7 @@ MODELS = {
             num_layers=6,
             rope_max_seq_len=32,
         ),
-        lambda: dict(
-            hidden_states=randn(1, 4, 2, 8, 8), encoder_hidden_states=randn(1, 6, 16)
-        ),
+        lambda: dict(hidden_states=randn(1, 4, 2, 8, 8), encoder_hidden_states=randn(1, 6, 16)),
         [6],
         [2],
         ["blocks"],
@@ -170,9 +168,7 @@ MODELS = {
             temporal_compression_ratio=4,
             max_text_seq_length=8,
         ),
-        lambda: dict(
-            hidden_states=randn(2, 1, 4, 8, 8), encoder_hidden_states=randn(2, 8, 8)
-        ),
+        lambda: dict(hidden_states=randn(2, 1, 4, 8, 8), encoder_hidden_states=randn(2, 8, 8)),
         [4],
         [0],
         ["transformer_blocks"],
@@ -292,11 +288,12 @@ class Tiny:
         self.counter = BlockCounter(block for blocks in lists for block in blocks)
         self.inputs = self.expected.inputs()
 
-    def times(self, steps: int, start: float = 900.0, stop: float = 500.0) -> torch.Tensor:
-        values = torch.linspace(start, stop, steps)
-        return values.round() if self.name in ("DiT", "PixArt") else values
+    def times(self, steps: int, start: float = 900.0, width: float = 2.0) -> torch.Tensor:
+        return start - width * torch.arange(steps)
 
-    def call(self, model: Any, x: torch.Tensor, t: torch.Tensor, **changed: Any) -> torch.Tensor:
+    def call(
+        self, model: Any, x: torch.Tensor, t: torch.Tensor, **changed: Any
+    ) -> torch.Tensor:
         inputs = {**self.inputs, **changed, "hidden_states": x}
         if self.name in ("Flux", "QwenImage"):  # these two take sigmas
             t = t / 1000
@@ -312,7 +309,9 @@ class Tiny:
         x, ran = self.inputs["hidden_states"], []
         for t in times:
             with self.counter.counting() as count:
-                x = x + rate * self.call(model, x, t, **changed)
+                velocity = self.call(model, x, t, **changed)
+            # In one layout: HunyuanVideo's output has other strides where a size is 1.
+            x = torch.empty(x.shape, dtype=x.dtype).copy_(x + rate * velocity)
             ran.append(count[0])
         return x, ran
 
@@ -345,7 +344,7 @@ def mixing_threshold(tiny: Tiny, times: torch.Tensor, **options: Any) -> float:
     scores = sorted(score for score in branch.scores if score is not None)
     stepfx.reset(tiny.model)
     torch._dynamo.reset()
-    return 1.5 * scores[len(scores) // 2]
+    return 1.3 * scores[len(scores) // 2]
 
 
 @pytest.fixture

@@ -51,8 +51,7 @@ def test_first_order_is_exact_on_a_line(a: float, b: float, w: float, u: float) 
     times = [1000 - w, 1000.0]
     now = times[0] - u
     forecast = sum(
-        c * (a + b * t)
-        for c, t in zip(taylor_coefficients(times, now), times, strict=True)
+        c * (a + b * t) for c, t in zip(taylor_coefficients(times, now), times, strict=True)
     )
     assert forecast == pytest.approx(a + b * now, rel=1e-6, abs=1e-4 * max(1, abs(b) * 1000))
 
@@ -65,7 +64,9 @@ def test_second_order_is_the_published_recursion() -> None:
     u = now - times[0]
     expected = values[0] + u * d1_new + u * u / 2 * d2
     coefficients = taylor_coefficients(times, now)
-    assert sum(c * v for c, v in zip(coefficients, values, strict=True)) == pytest.approx(expected)
+    assert sum(c * v for c, v in zip(coefficients, values, strict=True)) == pytest.approx(
+        expected
+    )
     assert sum(coefficients) == pytest.approx(1)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 
 import stepfx
+from stepfx.session import SESSIONS
 from stepfx.testing import fill_gates
 
 STEPS = 10
@@ -152,9 +154,7 @@ def test_output_follows_the_weights(tiny: Any) -> None:
         assert torch.equal(found, one.call(one.model, x, times[3]))
         one.call(compiled, x, times[4])
         one.model.load_state_dict({k: v + 0.01 for k, v in one.model.state_dict().items()})
-        assert torch.equal(
-            one.call(compiled, x, times[5]), one.call(one.model, x, times[5])
-        )
+        assert torch.equal(one.call(compiled, x, times[5]), one.call(one.model, x, times[5]))
 
 
 def test_replaced_weights_are_another_model(tiny: Any) -> None:
@@ -169,8 +169,7 @@ def test_replaced_weights_are_another_model(tiny: Any) -> None:
 
 
 def test_state_goes_with_the_model(tiny: Any) -> None:
-    from stepfx.session import SESSIONS
-
+    gc.collect()
     before = len(SESSIONS._sessions)
     one = tiny("Wan")
     compiled = torch.compile(one.model, backend=eager(threshold=1e9))
@@ -179,8 +178,6 @@ def test_state_goes_with_the_model(tiny: Any) -> None:
     one.counter.close()
     del one, compiled
     torch._dynamo.reset()
-    import gc
-
     gc.collect()
     assert len(SESSIONS._sessions) == before
 
