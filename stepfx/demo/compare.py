@@ -132,5 +132,4 @@ def comparison_table(result: Comparison, rows: dict[str, tuple[str, str]]) -> Ta
     table.add_row("relative L2 error", "0", f"{result.relative_error():.4f}")
     for label, (plain, cached) in rows.items():
         table.add_row(label, plain, cached)
-    table.add_row("schedule (1 computed, 0 reused)", "1" * result.steps, result.schedule)
     return table
