@@ -45,7 +45,7 @@ class Session:
         self.lock = threading.RLock()
         self.current: Request | None = None
         self.requests: deque[Request] = deque(maxlen=MAX_FINISHED)
-        self.versions: tuple[int | None, ...] = ()
+        self.versions: list[int] = []
         self._numbers = 0
         self._warned: set[str] = set()
 
@@ -57,7 +57,10 @@ class Session:
 
     def observe_weights(self, weights: Sequence[torch.Tensor]) -> None:
         """Forget what is kept if a weight was written to since the last call."""
-        versions = tuple([version_of(weight) for weight in weights])
+        try:
+            versions = [weight._version for weight in weights]
+        except RuntimeError:  # an inference tensor counts no writes
+            versions = [version_of(weight) or 0 for weight in weights]
         if versions != self.versions:
             for request in self.requests:
                 for branch in request.branches:
