@@ -96,10 +96,11 @@ def keep_graph(
             out.clone() if known is None else out - next(base)
             for known, out in zip(bases, results, strict=True)
         ]
-        ok = torch.isfinite(signals[0]).all()
-        for kept in [*signals[1:], *residuals]:
-            ok = ok & torch.isfinite(kept).all()
-        return [*signals, *residuals, ok]
+        # One NaN or infinity makes the sum one; float32 sums of finite values do not overflow.
+        ok, *sums = (kept.sum(dtype=torch.float32) for kept in [*signals, *residuals])
+        for total in sums:
+            ok = ok + total * 0
+        return [*signals, *residuals, torch.isfinite(ok)]
 
     inputs = [
         *((f"h0_{i}", value) for i, value in enumerate(h0)),
@@ -140,7 +141,7 @@ def reuse_graph(bases: list[Any | None], residuals: list[Any], history: int) -> 
     if history > 1:
         device = residuals[0].device
         inputs.append(("coefficients", torch.empty(history, device=device)))
-    return build_graph(f"Reuse{history}", inputs, body)
+    return build_graph("Reuse", inputs, body)
 
 
 def _forecast(start: Any | None, terms: Sequence[Any], c: Any, dtype: torch.dtype) -> Any:

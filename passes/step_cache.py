@@ -3,7 +3,7 @@
     h1 = block_0(h0, temb, w0...)          h1 = block_0(h0, temb, w0...)
     h = block_1(h1, temb, w1...)      ->   compute = gate.decide(score, h0, h1, t)
     ...                                    h = gate.cond(compute, compute_blocks,
-    h = block_n(h, temb, wn...)                          reuse, keep, h1, temb, w1...)
+    h = block_n(h, temb, wn...)                          reuse_residual, keep, ...)
     y = epilogue(h, temb, w...)            y = epilogue(h, temb, w...)
 
 `gate` is the first input of the graph: it holds the state of one call, so that the graph
@@ -106,15 +106,15 @@ def _insert_gate(
             strict=False,
         ):
             placeholder.meta["example_value"] = value
-        reuse = {
-            f"reuse_{n}": reuse_graph(base_values, residuals, n)
-            for n in range(1, options.history + 1)
-        }
+        reuse = reuse_graph(base_values, residuals, options.history)
+    # Not worth a compilation; and so that what is kept is never in memory that a CUDA graph
+    # owns.
+    keep.meta["run_as_is"] = True
     modules = {
         "score": score,
         "compute_blocks": _module_of(gm, skipped, operands, results),
         "keep": keep,
-        **reuse,
+        "reuse_residual": reuse,
     }
     for name, module in modules.items():
         gm.add_submodule(name, module)
@@ -126,10 +126,15 @@ def _insert_gate(
         seen = (tuple(entry.image), tuple(exit_.image))
         compute = graph.call_method("decide", (gate, parts["score"], *seen, time_node))
         compute.name = "compute"
-        skip = tuple(parts[name] for name in reuse)
         region = graph.call_method(
             "cond",
-            (gate, compute, parts["compute_blocks"], skip, parts["keep"]),
+            (
+                gate,
+                compute,
+                parts["compute_blocks"],
+                parts["reuse_residual"],
+                parts["keep"],
+            ),
             {
                 "operands": tuple(operands),
                 "bases": tuple(base for base in bases if base is not None),

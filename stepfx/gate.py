@@ -162,7 +162,7 @@ class Gate:
         self,
         compute: bool,
         blocks: Callable[..., Any],
-        reuse: Sequence[Callable[..., Any]],
+        reuse: Callable[..., Any],
         keep: Callable[..., Any],
         *,
         operands: Sequence[Any],
@@ -177,19 +177,21 @@ class Gate:
             self._keep(keep(*seen[0], *seen[1], *bases, *outs), len(seen[0]))
         return outs
 
-    def _reuse(self, reuse: Sequence[Callable[..., Any]], bases: Tensors) -> Sequence[Any]:
-        assert self.branch is not None and self.branch.kept is not None
-        history = self.branch.kept.history[: len(reuse)]
-        count = len(history[0][1])
-        residuals = [residuals[i] for i in range(count) for _, residuals in history]
-        if len(history) == 1:
-            out: Sequence[Any] = reuse[0](*bases, *residuals)
+    def _reuse(self, reuse: Callable[..., Any], bases: Tensors) -> Sequence[Any]:
+        assert self.branch is not None
+        assert self.branch.kept is not None
+        history = self.branch.kept.history
+        length = self.policy.taylor_order + 1
+        # The forecast takes a fixed number of residuals: the newest fills in, with weight 0.
+        filled = [history[min(j, len(history) - 1)][1] for j in range(length)]
+        residuals = [kept[i] for i in range(len(filled[0])) for kept in filled]
+        if length == 1:
+            out: Sequence[Any] = reuse(*bases, *residuals)
             return out
-        times = [time for time, _ in history]
-        coefficients = torch.tensor(
-            taylor_coefficients(times, self.time), device=residuals[0].device
-        )
-        out = reuse[len(history) - 1](*bases, *residuals, coefficients)
+        weights = taylor_coefficients([time for time, _ in history], self.time)
+        weights += [0.0] * (length - len(weights))
+        coefficients = torch.tensor(weights, device=residuals[0].device)
+        out = reuse(*bases, *residuals, coefficients)
         return out
 
     def _keep(self, kept: Sequence[torch.Tensor], signals: int) -> None:

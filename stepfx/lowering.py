@@ -54,6 +54,8 @@ def lower(outer: fx.GraphModule, config: Config, fake_mode: Any) -> int:
                 artifact = _artifact(block, config, fake_mode, artifacts)
                 _replace(module, inner_name, artifact)
             _replace(outer, name, module.forward)
+        elif module.meta.get("run_as_is"):
+            _replace(outer, name, module.forward)
         else:
             _replace(outer, name, _artifact(module, config, fake_mode, artifacts))
     return len(artifacts)
