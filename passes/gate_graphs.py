@@ -33,10 +33,13 @@ def build_graph(
     return fx.GraphModule(torch.nn.Module(), graph, class_name=name)
 
 
-def score_graph(h0: list[Any], h1: list[Any], time: Any, per_sample: bool) -> fx.GraphModule:
+def score_graph(
+    h0: list[Any], h1: list[Any], time: Any, per_sample: bool, sizes: list[Any]
+) -> fx.GraphModule:
     """Return the graph that measures how far the signal moved since it was kept.
 
-    Values are fake tensors. `per_sample` keeps the first dimension apart: change and size
+    Values are fake tensors; `sizes` are those that their shapes are made of, under dynamic
+    shapes. `per_sample` keeps the first dimension apart: change and size
     are then vectors of its length, else single numbers. Both are means of absolute values
     in float32 (the two halves of First Block Cache's relative L1: ParaAttention, diffusers).
     """
@@ -50,7 +53,7 @@ def score_graph(h0: list[Any], h1: list[Any], time: Any, per_sample: bool) -> fx
 
     def body(*args: Any) -> list[Any]:
         before, after, kept = args[:n], args[n : 2 * n], args[2 * n : 3 * n]
-        ok, *rest = args[3 * n :]
+        ok, *rest = args[3 * n : 3 * n + 1 + (time is not None)]
         pairs = list(zip(before, after, kept, strict=True))
         changes = [size((b - a) - k) for a, b, k in pairs]
         sizes = [size(k) for k in kept]
@@ -63,6 +66,7 @@ def score_graph(h0: list[Any], h1: list[Any], time: Any, per_sample: bool) -> fx
         *((f"kept_{i}", value) for i, value in enumerate(h1)),
         ("ok", torch.empty((), dtype=torch.bool, device=h0[0].device)),
         *([("t", time)] if time is not None else []),
+        *((f"size_{i}", size) for i, size in enumerate(sizes)),
     ]
     return build_graph("Score", inputs, body)
 
@@ -111,7 +115,9 @@ def keep_graph(
     return build_graph("Keep", inputs, body)
 
 
-def reuse_graph(bases: list[Any | None], residuals: list[Any], history: int) -> fx.GraphModule:
+def reuse_graph(
+    bases: list[Any | None], residuals: list[Any], history: int, sizes: list[Any]
+) -> fx.GraphModule:
     """Return the graph that stands in for the skipped blocks.
 
     With `history` 1 it adds the last residual as it is. With more it adds a combination of
@@ -119,6 +125,7 @@ def reuse_graph(bases: list[Any | None], residuals: list[Any], history: int) -> 
     in float32 (TaylorSeer's forecast is one such combination).
     """
     count = sum(base is not None for base in bases)
+    coefficients = count + history * len(bases) if history > 1 else 0
 
     def body(*args: Any) -> list[Any]:
         base = iter(args[:count])
@@ -127,7 +134,7 @@ def reuse_graph(bases: list[Any | None], residuals: list[Any], history: int) -> 
         for i, (known, fake) in enumerate(zip(bases, residuals, strict=True)):
             terms = kept[i * history : (i + 1) * history]
             start = None if known is None else next(base)
-            outs.append(_forecast(start, terms, args[-1], fake.dtype))
+            outs.append(_forecast(start, terms, args[coefficients], fake.dtype))
         return outs
 
     inputs = [
@@ -141,6 +148,7 @@ def reuse_graph(bases: list[Any | None], residuals: list[Any], history: int) -> 
     if history > 1:
         device = residuals[0].device
         inputs.append(("coefficients", torch.empty(history, device=device)))
+    inputs += [(f"size_{i}", size) for i, size in enumerate(sizes)]
     return build_graph("Reuse", inputs, body)
 
 

@@ -22,7 +22,7 @@ from stepfx.passes.base import PassContext
 from stepfx.passes.graph_edit import copy_meta, extract
 from stepfx.patterns.analysis import Analysis, analyse
 from stepfx.patterns.block_list import BlockList
-from stepfx.patterns.program import Span, is_tensor, value_of
+from stepfx.patterns.program import Span, is_tensor, shape_of, value_of
 from stepfx.patterns.region import Miss, Region
 
 
@@ -158,30 +158,41 @@ class _Outliner:
             if k >= blocks.regular:
                 self._stage(span, f"list_{number}_block_{k}", is_block=True)
                 continue
-            key = repr(self.program.constants[span.start : span.stop])
+            shapes = [shape_of(node) for node in self.program.span_nodes(span)]
+            key = repr((self.program.constants[span.start : span.stop], shapes))
             if key not in shared:
                 shared[key] = f"list_{number}_block" + (f"_{k}" if shared else "")
                 self.modules[shared[key]] = self._regular_block(blocks, k, shared[key])
             inputs = [slot.nodes[k] for slot in blocks.slots]
+            inputs += self._sizes(blocks, k, inputs)
             outputs = [self.program.nodes[span.start + offset] for offset in blocks.outputs]
             self._call(shared[key], inputs, outputs, is_block=True)
 
     def _regular_block(self, blocks: BlockList, k: int, name: str) -> fx.GraphModule:
-        # The slots of the second block are all distinct: in the first, one tensor may be
-        # both the first stream value and an invariant.
+        # Edges name the slot they read, since in the first block one tensor may be both the
+        # first value of a stream and an invariant.
         span = blocks.spans[k]
+        inputs = [slot.nodes[k] for slot in blocks.slots]
         return extract(
             self.gm,
             self.program,
             span,
-            [slot.nodes[1] for slot in blocks.slots],
+            [*inputs, *self._sizes(blocks, k, inputs)],
             [self.program.nodes[span.start + offset] for offset in blocks.outputs],
             name,
             lambda offset, edge: blocks.edge_slots[offset, edge],
         )
 
+    def _sizes(self, blocks: BlockList, k: int, inputs: list[fx.Node]) -> list[fx.Node]:
+        """Return the sizes that occur in a regular block and are not among its inputs."""
+        inside = self.program.span_nodes(blocks.spans[k])
+        found = self.program.sizes_in([*inside, *inputs])
+        return [node for node in found if node not in inputs]
+
     def _stage(self, span: Span, name: str, is_block: bool = False) -> None:
         inputs = self.program.live_in(span)
+        sizes = self.program.sizes_in([*inputs, *self.program.span_nodes(span)])
+        inputs += [node for node in sizes if node not in inputs]
         outputs = self.program.live_out(span)
         self.modules[name] = extract(self.gm, self.program, span, inputs, outputs, name)
         self._call(name, inputs, outputs, is_block)

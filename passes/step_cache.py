@@ -91,6 +91,10 @@ def _insert_gate(
     time_node = None if time is None else _placeholder(graph, time)
     per_sample = _is_batch_first(analysis, entry.image)
 
+    read = [*entry.image, *exit_.image, *results, *(b for b in bases if b is not None)]
+    sizes = [_placeholder(graph, node) for node in analysis.program.sizes_in(read)]
+    size_values = [value_of(node) for node in sizes]
+
     values = [value_of(node) for node in entry.image]
     watched = [value_of(node) for node in exit_.image]
     base_values = [None if base is None else value_of(base) for base in bases]
@@ -99,14 +103,14 @@ def _insert_gate(
         kept = _fake_call(keep)
         signals, residuals = kept[: len(values)], kept[len(values) : -1]
         fake_time = None if time is None else value_of(time)
-        score = score_graph(values, watched, fake_time, per_sample)
+        score = score_graph(values, watched, fake_time, per_sample, size_values)
         for placeholder, value in zip(
             score.graph.find_nodes(op="placeholder")[2 * len(values) :],
             signals,
             strict=False,
         ):
             placeholder.meta["example_value"] = value
-        reuse = reuse_graph(base_values, residuals, options.history)
+        reuse = reuse_graph(base_values, residuals, options.history, size_values)
     # Not worth a compilation; and so that what is kept is never in memory that a CUDA graph
     # owns.
     keep.meta["run_as_is"] = True
@@ -124,7 +128,9 @@ def _insert_gate(
     with graph.inserting_before(skipped[0]):
         parts = {name: graph.get_attr(name) for name in modules}
         seen = (tuple(entry.image), tuple(exit_.image))
-        compute = graph.call_method("decide", (gate, parts["score"], *seen, time_node))
+        compute = graph.call_method(
+            "decide", (gate, parts["score"], *seen, time_node, tuple(sizes))
+        )
         compute.name = "compute"
         region = graph.call_method(
             "cond",
@@ -139,6 +145,7 @@ def _insert_gate(
                 "operands": tuple(operands),
                 "bases": tuple(base for base in bases if base is not None),
                 "seen": seen,
+                "sizes": tuple(sizes),
             },
         )
         for i, node in enumerate(results):

@@ -9,7 +9,7 @@ comparing numbers. Nothing here reads a name of a module, attribute or variable.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 IntArray = npt.NDArray[np.int64]
 
@@ -163,6 +164,20 @@ class Program:
                     found.setdefault(producer)
         return list(found)
 
+    def sizes_in(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return the inputs that are sizes and occur in the shapes of `nodes`.
+
+        Under dynamic shapes a tensor may have the size (s0 // 2) ** 2; whoever compiles a
+        part of the program alone must be given s0.
+        """
+        sizes = {
+            _symbol(n): n for n in self.placeholders if isinstance(value_of(n), torch.SymInt)
+        }
+        if not sizes:
+            return []
+        used = {s for n in nodes if is_tensor(value_of(n)) for s in free_symbols(value_of(n))}
+        return [node for symbol, node in sizes.items() if symbol in used]
+
     def reachable_from(self, sources: list[fx.Node]) -> set[fx.Node]:
         """Return `sources` and every node that depends on one of them."""
         seen = set(sources)
@@ -210,9 +225,14 @@ class Program:
         return None
 
 
+def _symbol(node: fx.Node) -> Any:
+    return value_of(node).node.expr
+
+
 def _value_kind(value: Any) -> Any:
     if is_tensor(value):
-        return tuple(str(size) for size in value.shape), value.dtype
+        # As traced: under dynamic shapes one size may be written in two ways.
+        return tuple(map(size_hint, value.shape)), value.dtype
     if isinstance(value, tuple | list):
         return tuple(_value_kind(item) for item in value)
     return type(value).__name__

@@ -139,8 +139,12 @@ def why_not_gated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | No
         return "grad mode is on; call it under torch.no_grad() or torch.inference_mode()"
     # Private: Dynamo says on the module why the graph ends where it does (2.11 to 2.13).
     ending = getattr(gm, "compile_subgraph_reason", None)
-    if ending is not None and ending.graph_break:
-        frames = ending.user_stack
+    if ending is None:
+        return None
+    frames = ending.user_stack
+    if any(frame.name.startswith("torch_dynamo_resume_in_") for frame in frames):
+        return "it is a part of a model behind a graph break"
+    if ending.graph_break:
         place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         what = str(ending.reason).strip().splitlines()[0]
         return f"a graph break{place} splits it ({what})"

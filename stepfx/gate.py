@@ -114,11 +114,12 @@ class Gate:
         h0: Tensors,
         h1: Tensors,
         time: torch.Tensor | None,
+        sizes: Sequence[int] = (),
     ) -> bool:
         """Return whether the blocks must run; reads the device once.
 
         `h0` and `h1` are the watched streams before and behind the first blocks, `time` the
-        model's timestep input of any shape.
+        model's timestep input of any shape, `sizes` what dynamic shapes are made of.
         """
         if self.is_blind:
             self.session.warn_once(
@@ -134,7 +135,7 @@ class Gate:
         if skippable:
             assert branch is not None and branch.kept is not None
             kept = branch.kept
-            values = score(*h0, *h1, *kept.signals, kept.ok, *times)[0].tolist()
+            values = score(*h0, *h1, *kept.signals, kept.ok, *times, *sizes)[0].tolist()
             now = values.pop(0) if times else float(branch.step)
             ok, half = values[0], (len(values) - 1) // 2
             self._score = self.policy.score(values[1 : 1 + half], values[1 + half :], len(h0))
@@ -168,16 +169,19 @@ class Gate:
         operands: Sequence[Any],
         bases: Tensors,
         seen: tuple[Tensors, Tensors],
+        sizes: Sequence[int] = (),
     ) -> Sequence[Any]:
         """Return what the skipped blocks return: computed, or made from what is kept."""
         if not compute:
-            return self._reuse(reuse, bases)
+            return self._reuse(reuse, bases, sizes)
         outs: Sequence[Any] = blocks(*operands)
         if self.branch is not None and not self.policy.is_off:
             self._keep(keep(*seen[0], *seen[1], *bases, *outs), len(seen[0]))
         return outs
 
-    def _reuse(self, reuse: Callable[..., Any], bases: Tensors) -> Sequence[Any]:
+    def _reuse(
+        self, reuse: Callable[..., Any], bases: Tensors, sizes: Sequence[int]
+    ) -> Sequence[Any]:
         assert self.branch is not None
         assert self.branch.kept is not None
         history = self.branch.kept.history
@@ -186,12 +190,12 @@ class Gate:
         filled = [history[min(j, len(history) - 1)][1] for j in range(length)]
         residuals = [kept[i] for i in range(len(filled[0])) for kept in filled]
         if length == 1:
-            out: Sequence[Any] = reuse(*bases, *residuals)
+            out: Sequence[Any] = reuse(*bases, *residuals, *sizes)
             return out
         weights = taylor_coefficients([time for time, _ in history], self.time)
         weights += [0.0] * (length - len(weights))
         coefficients = torch.tensor(weights, device=residuals[0].device)
-        out = reuse(*bases, *residuals, coefficients)
+        out = reuse(*bases, *residuals, coefficients, *sizes)
         return out
 
     def _keep(self, kept: Sequence[torch.Tensor], signals: int) -> None:

@@ -122,9 +122,11 @@ class Broken(nn.Module):
     def forward(self, z: torch.Tensor, t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         c = self.inner.embed(t) + w
         x = self.inner.inn(z)
-        for i, block in enumerate(self.inner.stuff.values()):
-            if i == 3:
-                torch._dynamo.graph_break()
+        blocks = list(self.inner.stuff.values())
+        for block in blocks[:3]:
+            x = block(x, c)
+        torch._dynamo.graph_break()
+        for block in blocks[3:]:
             x = block(x, c)
         return self.inner.out(x)
 

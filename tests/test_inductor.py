@@ -78,4 +78,6 @@ def test_dynamic_shapes(tiny: Any) -> None:
         assert relative(one.call(compiled, x, t), one.call(one.model, x, t)) < 1e-5
         with one.counter.counting() as count:
             one.call(compiled, x, t - 1)
-        assert count[0] == 1
+        # Dynamo passes the float attributes of modules as inputs under dynamic=True; the
+        # first block unpacks them, so it is not like the others and stays in front.
+        assert count[0] == 2
