@@ -135,11 +135,13 @@ def test_a_graph_break_between_blocks(hand_made: Any) -> None:
     model = Broken(hand_made(6))
     compiled = torch.compile(model, backend=stepfx.Backend(inner="eager", threshold=1e9))
     z, t, w = inputs()
-    with pytest.warns(
-        stepfx.StepfxWarning, match="a graph break at .*test_backend.py"
-    ) as caught:
-        with torch.no_grad():
-            found = [compiled(z, t - i, w) for i in range(4)]
+    with (
+        pytest.warns(
+            stepfx.StepfxWarning, match="a graph break at .*test_backend.py"
+        ) as caught,
+        torch.no_grad(),
+    ):
+        found = [compiled(z, t - i, w) for i in range(4)]
     assert len(caught) == 1
     for i, out in enumerate(found):
         assert torch.equal(out, model(z, t - i, w))
