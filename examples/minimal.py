@@ -52,7 +52,7 @@ model = Model().eval()
 x = torch.randn(1, 64, 4)
 print(stepfx.explain(model, x, torch.ones(1)))
 
-compiled = torch.compile(model, backend="stepfx", options={"threshold": 0.2})
+compiled = torch.compile(model, backend="stepfx", options={"threshold": 0.5})
 with torch.no_grad():
     for t in torch.linspace(1000, 20, 28):
         x = x - compiled(x, t.expand(1)) / 28

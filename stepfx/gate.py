@@ -155,9 +155,7 @@ class Gate:
             self._score = None
         if skippable and not sound:
             self.branch.kept = None
-        compute = not close or self.branch is not branch or self.branch.kept is None
-        self.branch.record(now, compute, self._score)
-        return compute
+        return not close or self.branch is not branch or self.branch.kept is None
 
     def cond(
         self,
@@ -172,11 +170,14 @@ class Gate:
         sizes: Sequence[int] = (),
     ) -> Sequence[Any]:
         """Return what the skipped blocks return: computed, or made from what is kept."""
-        if not compute:
-            return self._reuse(reuse, bases, sizes)
-        outs: Sequence[Any] = blocks(*operands)
-        if self.branch is not None and not self.policy.is_off:
+        outs: Sequence[Any]
+        outs = blocks(*operands) if compute else self._reuse(reuse, bases, sizes)
+        if self.branch is None:
+            return outs
+        if compute and not self.policy.is_off:
             self._keep(keep(*seen[0], *seen[1], *bases, *outs), len(seen[0]))
+        # Last: a step that fails on the way is not one.
+        self.branch.record(self.time, compute, self._score)
         return outs
 
     def _reuse(

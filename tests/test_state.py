@@ -90,6 +90,21 @@ def test_a_request_that_was_cut_off(tiny: Any, mixing: Any) -> None:
     assert_same(one.denoise(compiled, times), expected)
 
 
+def test_a_step_that_fails_is_not_counted(tiny: Any, mixing: Any) -> None:
+    one = tiny("Wan")
+    times = one.times(9)
+    threshold = mixing(one, times)
+    expected = solo(one, times, threshold)
+    compiled = torch.compile(one.model, backend=eager(threshold=threshold))
+    one.denoise(compiled, times[:3])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepfx.gate.Gate.cond", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            one.call(compiled, one.inputs["hidden_states"], times[3])
+    assert stepfx.stats(one.model)[-1].branches["branch 1"].computed <= 3
+    assert_same(one.denoise(compiled, times), expected)
+
+
 @pytest.mark.parametrize("order", ["cu", "uc"])
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("name", ["Wan", "Flux"])
