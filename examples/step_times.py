@@ -61,20 +61,18 @@ class Recorder:
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.on = False
 
-    def wrap(self, compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `compile_graph` whose artifacts record their calls."""
+    def wrap(self, replace: Callable[..., None]) -> Callable[..., None]:
+        """Return a `replace(module, name, artifact)` whose artifacts record their calls."""
 
-        def compile_recorded(*args: Any) -> Callable[..., Any]:
-            artifact = compile_graph(*args)
-
+        def replace_recorded(module: Any, name: str, artifact: Callable[..., Any]) -> None:
             def recorded(*inputs: Any) -> Any:
                 if self.on:
                     self.calls.append((artifact, inputs))
                 return artifact(*inputs)
 
-            return recorded
+            replace(module, name, recorded)
 
-        return compile_recorded
+        return replace_recorded
 
 
 def steps(args: argparse.Namespace) -> None:
@@ -85,7 +83,7 @@ def steps(args: argparse.Namespace) -> None:
     reused = torch.compile(call.model, backend=stepfx.Backend(threshold=1e9))
     call(plain, 990.0)
     call(computed, 990.0)
-    lowering.compile_graph = recorder.wrap(lowering.compile_graph)
+    lowering._replace = recorder.wrap(lowering._replace)
     for t in (990.0, 989.0):
         call(reused, t)
     recorder.on = True

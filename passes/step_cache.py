@@ -13,6 +13,7 @@ says so. The first `fn` and the last `bn` blocks always run.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,6 +26,10 @@ from stepfx.passes.graph_edit import copy_meta
 from stepfx.passes.outline_blocks import Outline
 from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.program import shape_of, traced_shape, value_of
+
+# Streams of fewer elements are in cache: a fused score and forecast save tens of microseconds
+# a step there (12 blocks of width 384, 256 tokens: 45 of 14,000) and cost a compilation each.
+SMALL = 2**18
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,8 @@ def _insert_gate(
     # Not worth a compilation; and so that what is kept is never in memory that a CUDA graph
     # owns.
     keep.meta["run_as_is"] = True
+    if all(_elements(node) <= SMALL for node in read):
+        score.meta["run_as_is"] = reuse.meta["run_as_is"] = True
     modules = {
         "score": score,
         "compute_blocks": _module_of(gm, skipped, operands, results),
@@ -204,6 +211,10 @@ def _base(node: fx.Node, outline: Outline, first: int) -> fx.Node | None:
     if base is None or shape_of(base) != shape_of(node):
         return None
     return base if value_of(base).dtype == value_of(node).dtype else None
+
+
+def _elements(node: fx.Node) -> int:
+    return math.prod(traced_shape(node) or (1,))
 
 
 def _placeholder(graph: fx.Graph, original: fx.Node) -> fx.Node:

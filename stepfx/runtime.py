@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from stepfx.gate import Gate, Policy
 from stepfx.requests import current_scope
@@ -43,24 +42,29 @@ class GatedGraph:
         has_time: bool,
         fingerprint: str,
     ) -> None:
-        self._forward, self._roles = forward, roles
+        self._forward = forward
+        self._identity = _picker(roles.identity)
+        self._weights = _picker(roles.weights)
+        self._conditioning = _picker(roles.conditioning)
+        self._given = _picker(roles.given)
         self._policy, self._has_time = policy, has_time
         self._fingerprint = fingerprint
 
     def __call__(self, *args: Any) -> Any:
         """Run one denoising step of whoever the inputs belong to."""
-        roles = self._roles
-        session = SESSIONS.of([args[i] for i in roles.identity])
+        session = SESSIONS.of(self._identity(args))
         with session.lock:
-            session.observe_weights([args[i] for i in roles.weights])
+            session.observe_weights(self._weights(args))
+            shapes = [tensor.shape for tensor in self._given(args)]
             caller = Caller(
-                current_scope(),
-                (self._fingerprint, *_shapes(args, roles.given)),
-                [args[i] for i in roles.conditioning],
+                current_scope(), (self._fingerprint, *shapes), self._conditioning(args)
             )
             gate = Gate(session, caller, self._policy, self._has_time)
             return self._forward(gate, *args)
 
 
-def _shapes(args: Sequence[Any], positions: Sequence[int]) -> list[torch.Size]:
-    return [args[i].shape for i in positions]
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that takes the items at `positions`, always as a sequence."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)  # in C: a model has a thousand weights
+    return lambda items: [items[i] for i in positions]

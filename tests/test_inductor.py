@@ -61,7 +61,7 @@ def test_equal_blocks_are_compiled_once(tiny: Any) -> None:
     compiled = torch.compile(one.model, backend=stepfx.Backend(threshold=0.1))
     one.call(compiled, one.inputs["hidden_states"], one.times(1)[0])
     total = torch._dynamo.utils.counters["aot_autograd"]["total"]
-    assert total == 5  # prologue, block, score, reuse, epilogue
+    assert total == 3  # prologue, block, epilogue: the streams are small
 
 
 def test_dynamic_shapes(tiny: Any) -> None:
