@@ -68,6 +68,14 @@ def _constant(graph: fx.Graph, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx
     return env[node]
 
 
+def called_module(gm: fx.GraphModule, name: str) -> fx.GraphModule | None:
+    """Return the graph module that `gm` holds under a dotted name; None for all else."""
+    found: Any = gm
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, fx.GraphModule) else None
+
+
 def inline(gm: fx.GraphModule) -> fx.GraphModule:
     """Return `gm` with every graph module that it calls written out in its place."""
     graph = fx.Graph()

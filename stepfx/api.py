@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,14 +98,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
 def _with_reason(result: PipelineResult, reason: str) -> PipelineResult:
     first = result.records[0]
-    result.records[0] = type(first)(
-        first.name,
-        first.rewrites,
-        first.milliseconds,
-        first.nodes_before,
-        first.nodes_after,
-        (reason, *first.misses),
-    )
+    result.records[0] = replace(first, misses=(reason, *first.misses))
     return result
 
 

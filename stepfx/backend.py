@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from stepfx.config import Config, StepfxWarning, is_strict
 from stepfx.dump import Dump
@@ -22,7 +21,7 @@ from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.program import is_registered, is_tensor, value_of
 from stepfx.patterns.region import Region
-from stepfx.pipeline import PipelineResult, default_pipeline, run_pipeline
+from stepfx.pipeline import PipelineResult, default_pipeline, recorded_fake_mode, run_pipeline
 from stepfx.printer import format_graph
 from stepfx.runtime import GatedGraph, InputRoles
 
@@ -112,17 +111,6 @@ def rewrite(gm: fx.GraphModule, config: Config) -> PipelineResult:
     """Run the pass pipeline on a copy of `gm`."""
     passes = default_pipeline(config)
     return run_pipeline(gm, passes, recorded_fake_mode(gm), Dump(config.dump))
-
-
-def recorded_fake_mode(gm: fx.GraphModule) -> Any:
-    """Return the fake mode of the values that Dynamo recorded on the nodes.
-
-    The example inputs are of another mode, made for the backend (2.13); both share one shape
-    environment, so shape guards reach Dynamo from either.
-    """
-    # `detect_fake_mode` prefers the mode of the tracing context, which is the other one.
-    values = (value_of(node) for node in gm.graph.find_nodes(op="placeholder"))
-    return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
 
 
 def fingerprint(gm: fx.GraphModule, config: Config) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from stepfx.config import Config
-from stepfx.passes.graph_edit import inline
+from stepfx.passes.graph_edit import called_module, inline
 from stepfx.patterns.program import value_of
 
 log = logging.getLogger(__name__)
@@ -104,16 +104,9 @@ def _called_modules(gm: fx.GraphModule) -> list[str]:
         str(node.target): None
         for node in gm.graph.nodes
         if node.op in ("call_module", "get_attr")
-        and isinstance(_get(gm, str(node.target)), fx.GraphModule)
+        and called_module(gm, str(node.target)) is not None
     }
     return list(names)
-
-
-def _get(gm: fx.GraphModule, name: str) -> Any:
-    found: Any = gm
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 def _calls_modules(gm: fx.GraphModule) -> bool:

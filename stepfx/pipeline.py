@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stepfx.config import Config, ConfigError
 from stepfx.dump import Dump
@@ -18,6 +19,7 @@ from stepfx.passes.canonicalize import Canonicalize
 from stepfx.passes.match_layouts import MatchLayouts
 from stepfx.passes.outline_blocks import OutlineBlocks
 from stepfx.passes.step_cache import StepCache
+from stepfx.patterns.program import value_of
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +106,17 @@ def run_pipeline(
             dump.graph(number, one.name, module)
     dump.summary(result.records)
     return result
+
+
+def recorded_fake_mode(gm: fx.GraphModule) -> Any:
+    """Return the fake mode of the values that Dynamo recorded on the nodes.
+
+    The example inputs are of another mode, made for the backend (2.13); both share one shape
+    environment, so shape guards reach Dynamo from either.
+    """
+    # `detect_fake_mode` prefers the mode of the tracing context, which is the other one.
+    values = (value_of(node) for node in gm.graph.nodes)
+    return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepfx.passes.graph_edit import called_module
 from stepfx.patterns.program import value_of
 
 _DTYPES = {
@@ -64,8 +65,8 @@ def format_module(gm: fx.GraphModule, title: str = "graph", sources: bool = True
         )
         for node in module.graph.nodes:
             if node.op in ("call_module", "get_attr"):
-                called = _attribute(module, str(node.target))
-                if isinstance(called, fx.GraphModule):
+                called = called_module(module, str(node.target))
+                if called is not None:
                     queue.append((str(node.target), called))
     return "\n".join(parts.values())
 
@@ -111,13 +112,6 @@ def diff(before: str, after: str, name: str) -> str:
         n=2,
     )
     return "".join(lines)
-
-
-def _attribute(module: torch.nn.Module, target: str) -> Any:
-    found: Any = module
-    for part in target.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 def _operation(node: fx.Node, names: dict[fx.Node, str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -75,7 +75,6 @@ class Report:
     timestep: str | None = None
     latents: tuple[str, ...] = ()
     conditioning: tuple[str, ...] = ()
-    breaks: tuple[str, ...] = field(default=())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain dictionaries, lists, numbers and strings."""

@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from stepfx.passes.base import Pass, PassContext
-from stepfx.patterns.program import value_of
-from stepfx.pipeline import copy_graph_module
+from stepfx.pipeline import copy_graph_module, recorded_fake_mode
 from stepfx.printer import format_graph
 
 
@@ -38,16 +37,10 @@ def capture(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModu
     return found[0]
 
 
-def fake_mode_of(gm: fx.GraphModule) -> Any:
-    """Return the fake mode of the values recorded on a captured graph."""
-    values = (value_of(node) for node in gm.graph.nodes)
-    return next(v.fake_mode for v in values if hasattr(v, "fake_mode"))
-
-
 def run_pass(one: Pass, gm: fx.GraphModule, **notes: Any) -> tuple[int, list[str]]:
     """Run a pass on `gm` in place; return the rewrites and the reasons for misses."""
     misses: list[str] = []
-    rewrites = one(gm, PassContext(fake_mode_of(gm), misses.append, notes))
+    rewrites = one(gm, PassContext(recorded_fake_mode(gm), misses.append, notes))
     gm.graph.lint()
     gm.recompile()
     return rewrites, misses

@@ -11,7 +11,8 @@ from stepfx.passes.canonicalize import Canonicalize
 from stepfx.passes.match_layouts import MatchLayouts, dense_order, relayout
 from stepfx.passes.outline_blocks import OutlineBlocks
 from stepfx.patterns.program import value_of
-from stepfx.testing import capture, fake_mode_of, run_pass
+from stepfx.pipeline import recorded_fake_mode
+from stepfx.testing import capture, run_pass
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_the_first_block_gets_the_layout_of_the_others() -> None:
     gm = capture(model, (x,))
     given = [n.meta["grapharg"].example for n in gm.graph.find_nodes(op="placeholder")]
     run_pass(Canonicalize(), gm)
-    ctx = PassContext(fake_mode_of(gm), lambda _: None)
+    ctx = PassContext(recorded_fake_mode(gm), lambda _: None)
     assert OutlineBlocks()(gm, ctx) == 6
     gm.recompile()
     assert MatchLayouts()(gm, ctx) == 1

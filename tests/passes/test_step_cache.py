@@ -10,14 +10,15 @@ from stepfx.passes.base import PassContext
 from stepfx.passes.canonicalize import Canonicalize
 from stepfx.passes.outline_blocks import OutlineBlocks
 from stepfx.passes.step_cache import GateSite, StepCache
+from stepfx.pipeline import recorded_fake_mode
 from stepfx.printer import format_module
-from stepfx.testing import capture, fake_mode_of
+from stepfx.testing import capture
 
 
 def gated(model: Any, step_cache: StepCache, *inputs: torch.Tensor) -> tuple[Any, Any, list]:
     gm = capture(model, inputs)
     misses: list[str] = []
-    ctx = PassContext(fake_mode_of(gm), misses.append)
+    ctx = PassContext(recorded_fake_mode(gm), misses.append)
     for one in (Canonicalize(), OutlineBlocks(), step_cache):
         one(gm, ctx)
         gm.graph.lint()
