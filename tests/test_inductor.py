@@ -16,9 +16,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("name", ["DiT", "Flux", "SD3", "Wan"])
-def test_against_inductor_and_with_reuse(tiny: Any, mixing: Any, name: str) -> None:
-    one = tiny(name)
+def test_against_inductor_and_with_reuse(any_tiny: Any, mixing: Any) -> None:
+    one = any_tiny
     times = one.times(8)
     threshold = mixing(one, times)
     x, t = one.inputs["hidden_states"], times[0]
