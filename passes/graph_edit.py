@@ -25,13 +25,12 @@ def extract(
     inputs: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     name: str,
-    edge_input: Callable[[int, int], int] | None = None,
+    edge_input: Callable[[int, int], int],
 ) -> fx.GraphModule:
     """Return the operations of `span`, in order, as a module from `inputs` to `outputs`.
 
     Every operation is kept, also those without users (`setitem`, autocast exits).
-    `edge_input(offset, edge)` names the input that an edge from outside reads; without it
-    the producer decides.
+    `edge_input(offset, edge)` names the input that an edge from outside reads.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -40,7 +39,6 @@ def extract(
         placeholder = graph.placeholder(node.name)
         copy_meta(node, placeholder)
         placeholders.append(placeholder)
-        env.setdefault(node, placeholder)
     for offset, node in enumerate(program.span_nodes(span)):
         edge = -1
 
@@ -49,7 +47,7 @@ def extract(
             if argument.op == "get_attr":
                 return _constant(graph, env, argument)
             edge += 1
-            if edge_input is not None and program.at(argument) not in span:
+            if program.at(argument) not in span:
                 return placeholders[edge_input(offset, edge)]
             return env[argument]
 

@@ -75,6 +75,9 @@ class StepCache:
                 f"the {count} blocks to skip"
             )
             return 0
+        if not outline.boundaries[self.fn].watched:
+            ctx.miss(f"no tensor keeps its shape through the first {self.fn} block(s)")
+            return 0
         site = _insert_gate(gm, outline, ctx, self)
         ctx.notes["gate"] = site
         return 1
@@ -90,18 +93,19 @@ def _insert_gate(
     inside = set(skipped)
     operands = _external_inputs(skipped, inside)
     results = [n for n in skipped if any(user not in inside for user in n.users)]
-    entry, exit_ = outline.boundaries[0], outline.boundaries[first]
+    boundary = outline.boundaries[first]
+    before, behind = (tuple(part) for part in zip(*boundary.watched.values(), strict=True))
     bases = [_base(node, outline, first) for node in results]
     time = analysis.inputs.timestep
     time_node = None if time is None else _placeholder(graph, time)
-    per_sample = _is_batch_first(analysis, entry.image)
+    per_sample = _is_batch_first(analysis, before)
 
-    read = [*entry.image, *exit_.image, *results, *(b for b in bases if b is not None)]
+    read = [*before, *behind, *results, *(b for b in bases if b is not None)]
     sizes = [_placeholder(graph, node) for node in analysis.program.sizes_in(read)]
     size_values = [value_of(node) for node in sizes]
 
-    values = [value_of(node) for node in entry.image]
-    watched = [value_of(node) for node in exit_.image]
+    values = [value_of(node) for node in before]
+    watched = [value_of(node) for node in behind]
     base_values = [None if base is None else value_of(base) for base in bases]
     with ctx.fake_mode:
         keep = keep_graph(values, watched, base_values, [value_of(n) for n in results])
@@ -134,7 +138,7 @@ def _insert_gate(
         gate = graph.placeholder("gate")
     with graph.inserting_before(skipped[0]):
         parts = {name: graph.get_attr(name) for name in modules}
-        seen = (tuple(entry.image), tuple(exit_.image))
+        seen = (before, behind)
         compute = graph.call_method(
             "decide", (gate, parts["score"], *seen, time_node, tuple(sizes))
         )
@@ -223,7 +227,8 @@ def _placeholder(graph: fx.Graph, original: fx.Node) -> fx.Node:
 
 def _is_batch_first(analysis: Analysis, image: tuple[fx.Node, ...]) -> bool:
     """Tell whether the first dimension of the signal counts the samples of the latent."""
-    batch = (traced_shape(analysis.inputs.latents[0]) or (0,))[0]
+    latents = analysis.inputs.latents
+    batch = (traced_shape(latents[0]) or (0,))[0] if latents else 0
     shapes = [traced_shape(node) or () for node in image]
     return all(len(shape) > 1 and shape[0] == batch for shape in shapes)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from stepfx.patterns.block_list import BlockList, find_block_lists
+from stepfx.patterns.block_list import BlockList
+from stepfx.patterns.find_blocks import find_block_lists
 from stepfx.patterns.forward_pattern import forward_pattern
 from stepfx.patterns.inputs import Inputs, find_inputs
 from stepfx.patterns.program import Program
@@ -25,12 +27,15 @@ class Analysis:
     region: Region | Miss
 
 
-def analyse(graph: fx.Graph) -> Analysis:
-    """Ask every pattern about a Dynamo graph; nothing is changed."""
+def analyse(graph: fx.Graph, gate_lists: Sequence[int] | None = None) -> Analysis:
+    """Ask every pattern about a Dynamo graph; nothing is changed.
+
+    `gate_lists` are the block lists under the gate, by number; None lets the graph decide.
+    """
     program = Program(graph)
     lists = find_block_lists(program)
     inputs = find_inputs(program)
-    region = find_region(program, lists, inputs)
+    region = find_region(program, lists, inputs, gate_lists)
     if isinstance(region, Region):
         writer = writes_outside(program, region.span)
         if writer is not None:

@@ -14,8 +14,9 @@ import ast
 import inspect
 import textwrap
 
-from stepfx.patterns.block_list import MATMULS, BlockList
+from stepfx.patterns.block_list import BlockList
 from stepfx.patterns.inputs import Inputs
+from stepfx.patterns.operations import MATMULS
 from stepfx.patterns.program import Program, value_of
 
 

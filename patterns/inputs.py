@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepfx.patterns.block_list import MATMULS
+from stepfx.patterns.operations import MATMULS
 from stepfx.patterns.program import (
     Program,
     is_operation,

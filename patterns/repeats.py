@@ -34,7 +34,7 @@ class Repeat:
         return (self.stop - self.start) // self.period
 
 
-def find_repeats(labels: IntArray, min_period: int = 4) -> list[Repeat]:
+def find_repeats(labels: IntArray, min_period: int = 1) -> list[Repeat]:
     """Return every maximal run that holds at least two whole periods, longest first."""
     found: list[Repeat] = []
     for period in range(min_period, len(labels) // 2 + 1):

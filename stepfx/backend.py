@@ -147,7 +147,8 @@ def _roles(analysis: Analysis) -> InputRoles:
     of_blocks = {
         node: None
         for blocks in region.lists
-        for slot in blocks.slots
+        for kind in blocks.kinds
+        for slot in kind.slots
         for node in slot.nodes
         if node in registered
     }

@@ -36,8 +36,8 @@ class BlockListReport:
         pattern: ForwardPattern in cache-dit's numbering; None if 0 and 1 cannot be told apart.
         streams: the tensors carried from block to block, with dtype and shape.
         graph: which compiled graph holds the list, from 0.
-        nodes: operations in a regular block.
-        variants: blocks at the end that differ from the regular ones.
+        nodes: operations in a block of the most frequent kind.
+        kinds: how many different blocks there are.
         invariants: tensors that every block reads unchanged.
         inputs: inputs that differ from block to block and are no weights.
         gated: whether the gate may skip blocks of this list.
@@ -48,7 +48,7 @@ class BlockListReport:
     streams: tuple[str, ...]
     graph: int
     nodes: int
-    variants: int
+    kinds: int
     invariants: int
     inputs: int
     gated: bool
@@ -94,8 +94,8 @@ class Report:
             table.add_column(column, justify="right" if column == "nodes" else "left")
         for number, blocks in enumerate(self.block_lists):
             count = str(blocks.length)
-            if blocks.variants:
-                count += f" (last {blocks.variants} differs)"
+            if blocks.kinds > 1:
+                count += f" ({blocks.kinds} kinds)"
             table.add_row(
                 f"{number}" + (f" (graph {blocks.graph})" if self.graphs > 1 else ""),
                 count,
@@ -161,14 +161,15 @@ def _lists_of(analysis: Analysis, graph: int, is_gated: bool) -> list[BlockListR
         image: tuple[int, ...] = ()
         inside = isinstance(region, Region) and blocks in region.lists
         if isinstance(region, Region) and inside:
-            image = region.image[region.lists.index(blocks)]
+            origins = region.origins[region.lists.index(blocks)]
+            image = tuple(i for i, origin in enumerate(origins) if origin in region.image)
         names = stream_names(blocks, image) if image else _plain_names(blocks)
         streams = [
             f"{name}: {format_value(value_of(stream.entry))}"
             for name, stream in zip(names, blocks.streams, strict=True)
         ]
         streams.sort(reverse=True)  # h before e
-        kinds = [slot.kind for slot in blocks.slots]
+        kinds = [slot.kind for slot in blocks.kinds[0].slots]
         reports.append(
             BlockListReport(
                 len(blocks),
@@ -176,7 +177,7 @@ def _lists_of(analysis: Analysis, graph: int, is_gated: bool) -> list[BlockListR
                 tuple(streams),
                 graph,
                 blocks.period,
-                len(blocks) - blocks.regular,
+                len(blocks.kinds),
                 kinds.count("invariant"),
                 kinds.count("input"),
                 inside and is_gated,

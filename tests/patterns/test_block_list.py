@@ -53,7 +53,7 @@ def test_names_do_not_matter(hand_made: Any) -> None:
     assert found.patterns == (3,)
     assert str(found.inputs.timestep) == "l_t_"
     assert [str(node) for node in found.inputs.conditioning] == ["l_w_"]
-    kinds = [slot.kind for slot in found.lists[0].slots]
+    kinds = [slot.kind for slot in found.lists[0].kinds[0].slots]
     assert kinds.count("stream") == 1
     assert kinds.count("invariant") == 1
     assert kinds.count("weight") == 8
@@ -119,6 +119,6 @@ def test_order_of_a_returned_pair(swapped: bool) -> None:
     assert [len(blocks) for blocks in found.lists] == [4]
     assert found.patterns == (1 if swapped else 0,)
     assert isinstance(found.region, Region)
-    image = found.region.image[0]
-    entries = [str(found.lists[0].streams[i].entry) for i in image]
+    origins = zip(found.lists[0].streams, found.region.origins[0], strict=True)
+    entries = [str(stream.entry) for stream, o in origins if o in found.region.image]
     assert entries == ["l_h_"]
