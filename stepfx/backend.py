@@ -16,7 +16,8 @@ from torch import fx
 from stepfx.config import Config, StepfxWarning, is_strict
 from stepfx.dump import Dump
 from stepfx.gate import Policy
-from stepfx.lowering import compile_graph, lower
+from stepfx.logs import register
+from stepfx.lowering import compile_graph, compile_parts, lower
 from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.program import is_registered, is_tensor, value_of
@@ -26,6 +27,7 @@ from stepfx.printer import format_graph
 from stepfx.runtime import GatedGraph, InputRoles
 
 log = logging.getLogger(__name__)
+register()
 
 
 class Backend:
@@ -58,9 +60,12 @@ class Backend:
         if options or mode:
             config = Config.build(config, **{"mode": mode, **(options or {})})
         if config.cache is None:
+            Dump(config.dump).left_alone(gm, "option 'cache' is None")
             return compile_graph(gm, example_inputs, config)
         reason = why_not_gated(gm, example_inputs)
-        if reason is None:
+        if reason is not None:
+            Dump(config.dump).left_alone(gm, reason)
+        else:
             try:
                 compiled = self._compile_gated(gm, config)
             except Exception as error:
@@ -80,9 +85,14 @@ class Backend:
         """Return the gated graph, or why there is none."""
         result = rewrite(gm, config)
         site: GateSite | None = result.notes.get("gate")
-        if site is None:
-            return result.misses[0] if result.misses else "a pass that it needs is disabled"
         fake_mode = recorded_fake_mode(gm)
+        if site is None:
+            left_out = _left_out(result)
+            if left_out is None:
+                return result.misses[0]
+            # Whoever leaves out a pass wants to see what the others do.
+            self._warn(gm, f"the model runs without a step cache: {left_out}")
+            return compile_parts(result.module, config, fake_mode)
         count = lower(result.module, config, fake_mode)
         log.info("%d artifacts, gate %s", count, site)
         policy = Policy(
@@ -111,6 +121,15 @@ def rewrite(gm: fx.GraphModule, config: Config) -> PipelineResult:
     """Run the pass pipeline on a copy of `gm`."""
     passes = default_pipeline(config)
     return run_pipeline(gm, passes, recorded_fake_mode(gm), Dump(config.dump))
+
+
+def _left_out(result: PipelineResult) -> str | None:
+    """Say which pass that a gate needs was left out by the user, if any."""
+    ran = {record.name for record in result.records}
+    for name in ("outline_blocks", "step_cache"):
+        if name not in ran:
+            return f"pass {name!r} is left out by option 'disable' or 'stop_after'"
+    return None
 
 
 def fingerprint(gm: fx.GraphModule, config: Config) -> str:

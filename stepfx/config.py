@@ -81,6 +81,8 @@ class Config:
         mode: an Inductor mode.
         inductor: Inductor settings by name.
         dump: folder for the text of every graph after every pass.
+        disable: passes to leave out.
+        stop_after: the last pass to run; what it leaves is compiled without the passes behind.
     """
 
     cache: str | None = "fbcache"
@@ -99,6 +101,7 @@ class Config:
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: Path | None = None
     disable: tuple[str, ...] = ()
+    stop_after: str | None = None
 
     @classmethod
     def build(cls, base: Config | None = None, /, **options: Any) -> Config:
@@ -147,6 +150,8 @@ def _from_environment() -> dict[str, Any]:
         options.setdefault("dump", os.environ["STEPFX_DUMP"])
     if os.environ.get("STEPFX_DISABLE"):
         options.setdefault("disable", os.environ["STEPFX_DISABLE"].split(","))
+    if os.environ.get("STEPFX_STOP_AFTER"):
+        options.setdefault("stop_after", os.environ["STEPFX_STOP_AFTER"])
     return options
 
 
@@ -234,6 +239,12 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(str(item).strip() for item in value if str(item).strip())
 
 
+def _name(name: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"option {name!r} must be the name of a pass, or None, not {value!r}")
+    return value
+
+
 _CHECKS: dict[str, Any] = {
     "cache": _cache,
     "threshold": _number,
@@ -251,4 +262,5 @@ _CHECKS: dict[str, Any] = {
     "inductor": _mapping,
     "dump": _folder,
     "disable": _names,
+    "stop_after": _name,
 }

@@ -61,6 +61,15 @@ def lower(outer: fx.GraphModule, config: Config, fake_mode: Any) -> int:
     return len(artifacts)
 
 
+def compile_parts(gm: fx.GraphModule, config: Config, fake_mode: Any) -> Artifact:
+    """Compile a graph without a gate: its stages, or the whole if it has none."""
+    if _calls_modules(gm):
+        lower(gm, config, fake_mode)
+        forward: Artifact = gm.forward
+        return forward
+    return _artifact(gm, config, fake_mode, {})
+
+
 def _artifact(
     gm: Any, config: Config, fake_mode: Any, artifacts: dict[fx.GraphModule, Artifact]
 ) -> Artifact:
