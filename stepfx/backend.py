@@ -24,6 +24,7 @@ from stepfx.patterns.program import is_registered, is_tensor, value_of
 from stepfx.patterns.region import Region
 from stepfx.pipeline import PipelineResult, default_pipeline, recorded_fake_mode, run_pipeline
 from stepfx.printer import format_graph
+from stepfx.report import report_of
 from stepfx.runtime import GatedGraph, InputRoles
 
 log = logging.getLogger(__name__)
@@ -117,10 +118,16 @@ class Backend:
             log.info("%s", text)
 
 
-def rewrite(gm: fx.GraphModule, config: Config) -> PipelineResult:
-    """Run the pass pipeline on a copy of `gm`."""
+def rewrite(gm: fx.GraphModule, config: Config, keep: bool = False) -> PipelineResult:
+    """Run the pass pipeline on a copy of `gm`; `keep` keeps the texts of all passes."""
     passes = default_pipeline(config)
-    return run_pipeline(gm, passes, recorded_fake_mode(gm), Dump(config.dump))
+    dump = Dump(config.dump, keep)
+    result = run_pipeline(gm, passes, recorded_fake_mode(gm), dump)
+    if dump.folder is not None:
+        report = report_of([result])
+        dump.write("report.txt", str(report))
+        report.to_html(dump.folder / "report.html")
+    return result
 
 
 def _left_out(result: PipelineResult) -> str | None:

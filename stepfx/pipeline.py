@@ -48,8 +48,7 @@ def _selected(passes: tuple[Pass, ...], config: Config) -> tuple[Pass, ...]:
         for name in given:
             if name is not None and name not in names:
                 raise ConfigError(
-                    f"option {option!r} must name a pass that runs: {', '.join(names)}; "
-                    f"not {name!r}"
+                    f"option {option!r} names no pass: {name!r} (passes: {', '.join(names)})"
                 )
     if config.stop_after is not None:
         passes = passes[: names.index(config.stop_after) + 1]

@@ -109,8 +109,8 @@ def input_name(node: fx.Node) -> str:
     Dynamo spells the path to a value as an identifier. In a block that several places share
     it is the path of the first.
     """
-    name = re.sub(r"(?i)^L_(self_)?(kwargs_)?", "", str(node.target)).strip("_")
-    name = re.sub(r"^modules_", "", name)
+    name = re.sub(r"(?i)^L_(self_+(dict_+)?(modules_+)?|kwargs_+)?", "", str(node.target))
+    name = name.strip("_")
     return re.sub(r"_+(modules|parameters|buffers)_+", ".", name)
 
 

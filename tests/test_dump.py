@@ -98,7 +98,9 @@ def test_stop_after_and_disable_from_the_environment(
 @pytest.mark.parametrize("option", ["disable", "stop_after"])
 def test_an_unknown_pass(option: str) -> None:
     config = stepfx.Config.build(**{option: "outline"})
-    with pytest.raises(stepfx.ConfigError, match=rf"'{option}'.*outline_blocks.*not 'outline'"):
+    with pytest.raises(
+        stepfx.ConfigError, match=rf"'{option}' names no pass: 'outline' .*outline_blocks"
+    ):
         default_pipeline(config)
 
 
