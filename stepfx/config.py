@@ -160,6 +160,17 @@ def is_strict() -> bool:
     return os.environ.get("STEPFX_STRICT", "") not in ("", "0")
 
 
+def shows_progress() -> bool:
+    """Tell whether bars may be drawn (STEPFX_PROGRESS=0 forbids it)."""
+    return os.environ.get("STEPFX_PROGRESS", "1") not in ("", "0")
+
+
+def stepfx_variables() -> dict[str, str]:
+    """Return the variables of the environment that speak to stepfx."""
+    found = {k: v for k, v in os.environ.items() if k.startswith("STEPFX_")}
+    return dict(sorted(found.items()))
+
+
 def _checked(name: str, value: Any) -> Any:
     """Return `value` as option `name` holds it, or raise."""
     check = _CHECKS.get(name)
