@@ -17,6 +17,7 @@ from torch import fx
 import stepfx
 from stepfx.passes.canonicalize import Canonicalize
 from stepfx.pipeline import default_pipeline
+from stepfx.printer import input_name
 
 
 def inputs() -> tuple[torch.Tensor, ...]:
@@ -193,3 +194,21 @@ def test_set_logs_knows_the_name() -> None:
     import torch._logging._internal as internal
 
     assert internal.log_registry.is_log("stepfx")
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("L_self_modules_proj_out_parameters_weight_", "proj_out.weight"),
+        (
+            "L_self_dict_modules_norm_out_modules_linear_parameters_bias_",
+            "norm_out.linear.bias",
+        ),
+        ("L_kwargs_hidden_states_", "hidden_states"),
+        ("l_self_modules_a_buffers_table_", "a.table"),
+        ("getitem_2", "getitem_2"),
+    ],
+)
+def test_names_of_inputs(target: str, name: str) -> None:
+    node = fx.Graph().create_node("placeholder", target)
+    assert input_name(node) == name

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,8 +19,10 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_pass_of_the_manual_and_its_tests() -> None:
-    space: dict[str, Any] = {"__name__": "manual"}
+def test_the_pass_of_the_manual_and_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("manual")
+    monkeypatch.setitem(sys.modules, "manual", module)  # dataclasses look it up
+    space: dict[str, Any] = vars(module)
     for source in blocks("writing_a_pass.md"):
         # As a future import rules a whole file, the first block is compiled alone.
         exec(compile(source, "writing_a_pass.md", "exec", dont_inherit=True), space)

@@ -92,7 +92,7 @@ def _results(report: Report) -> list[tuple[int, PipelineResult]]:
 
 def _map(report: Report, number: int, result: PipelineResult, analysis: Analysis) -> str:
     site: GateSite | None = result.notes.get("gate")
-    sites = result.notes.get("gates") or ([site] if site else [])
+    sites = result.notes.get("gates", [site]) if site else []
     patterns = [PATTERN_TEXT[pattern] for pattern in analysis.patterns]
     drawn = model_map(parts_of(analysis, sites), patterns)
     title = element("h3", f"Graph {number}") if report.graphs > 1 else ""
