@@ -54,6 +54,9 @@ def _key(node: fx.Node) -> int | None:
     value = value_of(node)
     if not is_tensor(value) or value.layout is not torch.strided:
         return None
+    # Private: inside vmap (flex_attention's masks) a tensor is a wrapper without a storage.
+    if torch._C._functorch.is_batchedtensor(value):  # torch 2.11 to 2.13
+        return None
     # Private: `_cdata`, the address of the storage object (torch 2.11 to 2.13); the public
     # `data_ptr` is refused by fake tensors.
     return int(value.untyped_storage()._cdata)
