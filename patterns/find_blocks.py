@@ -7,7 +7,12 @@ from stepfx.patterns.program import Program, Span
 from stepfx.patterns.regular import match_block_list
 from stepfx.patterns.repeats import Repeat, find_repeats, shorter_periods
 from stepfx.patterns.segments import divide
-from stepfx.patterns.variants import extend_across_glue, extend_before, extend_behind, merge_lists
+from stepfx.patterns.variants import (
+    extend_across_glue,
+    extend_before,
+    extend_behind,
+    merge_lists,
+)
 
 MIN_PERIOD = 4  # operations; what repeats in fewer is a layer, not a block
 

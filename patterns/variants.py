@@ -102,7 +102,9 @@ def extend_across_glue(
         joined = _join(program, blocks, single) if (single := _like(blocks, start)) else None
         if joined is not None:
             return extend_across_glue(program, joined, floor, limit)
-    for stop in range(blocks.span.start, max(blocks.span.start - size // 2, floor + size - 1), -1):
+    for stop in range(
+        blocks.span.start, max(blocks.span.start - size // 2, floor + size - 1), -1
+    ):
         single = _like(blocks, stop - size)
         joined = _join(program, single, blocks) if single else None
         if joined is not None:
@@ -124,7 +126,9 @@ def _like(blocks: BlockList, start: int) -> BlockList | None:
         entry = _read_at(program, last, aligned, value)
         if entry is None or made is None or program.at(made) not in last:
             return None
-        streams.append(Stream((entry,), (program.nodes[start + program.at(made) - last.start],)))
+        streams.append(
+            Stream((entry,), (program.nodes[start + program.at(made) - last.start],))
+        )
     return BlockList(program, (span,), tuple(streams))
 
 

@@ -69,7 +69,7 @@ ZOO = {
     "keyword-only calls": Animal(stacks.KeywordOnly, [4], 4),
     "swapped tuple": Animal(stacks.SwappedTuple, [5], 5),
     "in-place adds": Animal(stacks.InPlace, [5], 5),
-    "writes through views": Animal(stacks.ThroughViews, [5], 5),
+    "writes through views": Animal(stacks.ThroughViews, [5], 0, "writes to a tensor made out"),
     "views in blocks": Animal(stacks.ViewsInBlocks, [4], 4),
     "middle differs": Animal(stacks.MiddleDiffers, [7], 7),
     "middle of three differs": Animal(partial(stacks.MiddleDiffers, 1, 1), [3], 3),
@@ -77,13 +77,14 @@ ZOO = {
     "two blocks": Animal(partial(stacks.InModuleDict, 2), [2], 0, "2 blocks"),
     "U-shaped": Animal(stacks.UShaped, [7], 7),
     "zipped skips": Animal(stacks.ZippedSkips, [8], 8),
-    "fewer tokens": Animal(stacks.FewerTokens, [3, 5], 5),
+    "fewer tokens": Animal(stacks.FewerTokens, [3, 5], 8),
     "more tokens": Animal(stacks.MoreTokens, [4, 4], 8),
     "hyper-connections": Animal(stacks.HyperConnections, [5], 5),
     "lists of tensors": Animal(stacks.TensorLists, [4], 4),
     "shared weights": Animal(stacks.SharedWeights, [6], 6),
     "two stacks": Animal(stacks.TwoStacks, [3, 5], 5),
-    "side by side": Animal(stacks.SideBySide, [4, 4], 8),
+    # The cross-attention of one of the stacks stands between equal blocks: an adapter.
+    "side by side": Animal(stacks.SideBySide, [4, 4, 4], 8),
     "convolutions": Animal(stacks.Convolutions, [6], 6, latent=IMAGE, blocks=named("second")),
     "dead outputs": Animal(stacks.DeadOutputs, [5], 5),
     "per-block inputs": Animal(stacks.PerBlockInputs, [5], 5),
@@ -93,7 +94,7 @@ ZOO = {
     "PixArt": Animal(transformers.PixArt, [6], 6, latent=IMAGE),
     "MM-DiT": Animal(transformers.RegisteredMMDiT, [6], 6, latent=IMAGE, blocks=named("mlp")),
     "HDiT": Animal(
-        transformers.Hourglass, [3, 3, 5, 3, 3], 5, latent=IMAGE, blocks=named("mlp")
+        transformers.Hourglass, [3, 3, 5, 3, 3], 17, latent=IMAGE, blocks=named("mlp")
     ),
     "recurrence": Animal(transformers.Recurrent, [6], 6, blocks=named("leave")),
     "convolutional DiT": Animal(

@@ -83,7 +83,11 @@ class JointBlock(nn.Module):
         super().__init__()
         self.modulation_x, self.modulation_y = Modulation(4), Modulation(4)
         self.norm, self.attention = norm(), Attention()
-        self.mlp, self.text_up, self.text_down = Mlp(), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.mlp, self.text_up, self.text_down = (
+            Mlp(),
+            nn.Linear(WIDTH, 48),
+            nn.Linear(48, WIDTH),
+        )
 
     def forward(self, x: Tensor, y: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         scale1, gate1, scale2, gate2 = self.modulation_x(c)

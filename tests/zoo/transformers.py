@@ -493,7 +493,9 @@ class SpaceTime(nn.Module):
 
         def forward(self, x: Tensor, c: Tensor) -> Tensor:
             b, frames, tokens, _ = x.shape
-            shift1, scale1, gate1, shift2, scale2, gate2 = (m[:, None] for m in self.modulation(c))
+            shift1, scale1, gate1, shift2, scale2, gate2 = (
+                m[:, None] for m in self.modulation(c)
+            )
             y = modulate(self.norm1(x), shift1, scale1).flatten(0, 1)
             x = x + gate1 * self.attention(y).unflatten(0, (b, frames))
             y = self.norm1(x).transpose(1, 2).flatten(0, 1)
