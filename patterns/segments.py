@@ -31,7 +31,6 @@ from stepfx.patterns.operations import (
 )
 from stepfx.patterns.program import Program, Span, shape_of, value_of
 
-
 Values = list[fx.Node]
 
 

@@ -113,7 +113,7 @@ def extend_across_glue(
 
 
 def _like(blocks: BlockList, start: int) -> BlockList | None:
-    """Return the block at `start` as a list of one if it is labelled as the last of `blocks`."""
+    """Return the block at `start`, labelled as the last of `blocks`, as a list of one."""
     program, last = blocks.program, blocks.spans[-1]
     span = Span(start, start + len(last))
     labels = program.labels

@@ -12,6 +12,7 @@ from rich.table import Table
 from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.block_list import BlockList
+from stepfx.patterns.fingerprint import fingerprint
 from stepfx.patterns.forward_pattern import stream_names
 from stepfx.patterns.program import shape_of, value_of
 from stepfx.patterns.region import Region
@@ -66,6 +67,8 @@ class Report:
         timestep: the input that tells denoising steps apart, or None.
         latents: the inputs that the outputs mirror.
         conditioning: the inputs that tell CFG branches apart.
+        fingerprint: a hash of the kinds of blocks, the same for all sizes of an architecture;
+            None without block lists.
     """
 
     graphs: int
@@ -75,6 +78,7 @@ class Report:
     timestep: str | None = None
     latents: tuple[str, ...] = ()
     conditioning: tuple[str, ...] = ()
+    fingerprint: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain dictionaries, lists, numbers and strings."""
@@ -105,6 +109,8 @@ class Report:
                 "yes" if blocks.gated else "no",
             )
         yield table
+        if self.fingerprint:
+            yield f"architecture: {self.fingerprint}"
         if self.timestep:
             yield f"timestep: {self.timestep}; latent: {', '.join(self.latents)}"
         if self.conditioning:
@@ -122,6 +128,7 @@ class Report:
 def report_of(results: list[PipelineResult | str]) -> Report:
     """Make one report of all graphs of a model; a string is why a graph was left alone."""
     lists: list[BlockListReport] = []
+    found: list[BlockList] = []
     gate: GateSite | None = None
     reasons: list[str] = []
     main: Analysis | None = None
@@ -135,13 +142,15 @@ def report_of(results: list[PipelineResult | str]) -> Report:
             reasons += result.misses
             continue
         lists += _lists_of(analysis, number, site is not None)
+        found += analysis.lists
         if site is None:
             reasons += result.misses
         elif gate is None:
             gate, main = site, analysis
     reason = None if gate is not None else (reasons or ["nothing was compiled"])[0]
+    print_of = fingerprint(found) if found else None
     if main is None:
-        return Report(len(results), tuple(lists), gate, reason)
+        return Report(len(results), tuple(lists), gate, reason, fingerprint=print_of)
     inputs = main.inputs
     return Report(
         len(results),
@@ -151,6 +160,7 @@ def report_of(results: list[PipelineResult | str]) -> Report:
         None if inputs.timestep is None else _input(inputs.timestep),
         tuple(map(_input, inputs.latents)),
         tuple(map(_input, inputs.conditioning)),
+        print_of,
     )
 
 

@@ -146,7 +146,7 @@ class Writing(Stack):
 
 
 class Skipping(Stack):
-    """Blocks that read an earlier value beside the last: in the first block one and the same."""
+    """Blocks that read an earlier value too: the first block reads one value twice."""
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         c, h = t.cos().exp(), x.sin()

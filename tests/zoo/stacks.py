@@ -20,7 +20,7 @@ class InModuleDict(Denoiser):
         self.things = nn.ModuleDict({f"thing_{i}": Block() for i in range(count)})
 
     def stack(self, x: Tensor, c: Tensor, context: Tensor) -> Tensor:
-        for _, thing in self.things.items():
+        for thing in self.things.values():
             x = thing(x, c)
         return x
 
