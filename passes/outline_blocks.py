@@ -90,7 +90,8 @@ class _Stage:
 
 def _stages(region: Region) -> list[_Stage]:
     """Return prologue, blocks, glue and epilogue in order; together all operations."""
-    stages, position = [], 0
+    stages: list[_Stage] = []
+    position = 0
     for block in region.blocks():
         if block.span.start > position:
             name = "glue" if stages else "prologue"

@@ -52,11 +52,24 @@ def divide(program: Program, blocks: BlockList) -> list[BlockList]:
         list(_repeated(piece, start, stop, period)) for piece in division.pieces
     ]
     entering = [_entering(program, spans, period) for spans in pieces]
-    flows = _flows(program, pieces, entering, period)
+    everywhere = [span for spans in pieces for span in spans]
+    sources = [
+        {
+            position
+            for node in values[-1]
+            for position in _sources(
+                program, node, Span(spans[-1].start - period, spans[-1].start), everywhere
+            )
+        }
+        for spans, values in zip(pieces, entering, strict=True)
+    ]
+    flows = _flows(sources, pieces)
     # All blocks of a list carry the same streams. What works on one of two for a while is a
     # part of a block: RIN's latents read tokens, compute and write back.
-    if any(len({len(entering[i][-1]) for i in flow}) > 1 for flow in flows):
-        return [blocks]
+    for flow in flows:
+        widths = {len(entering[i][-1]) for i in flow}
+        if len(widths) > 1 or not _is_chain(sources, pieces, flow):
+            return [blocks]
     # Blocks on one stream are one list, whatever they do; space and time differ in shape,
     # and stacks side by side in the streams.
     groups: dict[Any, dict[Span, Values]] = {}
@@ -147,21 +160,28 @@ def _entering(program: Program, spans: list[Span], period: int) -> list[Values]:
     return [[program.edges[s.start + offset][edge] for offset, edge in read] for s in spans]
 
 
-def _flows(
-    program: Program, pieces: list[list[Span]], entering: list[list[Values]], period: int
-) -> list[list[int]]:
+def _flows(sources: list[set[int]], pieces: list[list[Span]]) -> list[list[int]]:
     """Sort the pieces of a period by the streams they share: mostly into one group."""
     links = nx.Graph()
     links.add_nodes_from(range(len(pieces)))
-    for i, values in enumerate(entering):
-        last = pieces[i][-1]
-        recent = Span(last.start - period, last.start)
-        for node in values[-1]:
-            for source in _sources(program, node, recent, [s for p in pieces for s in p]):
-                links.add_edge(
-                    i, next(j for j, p in enumerate(pieces) if any(source in s for s in p))
-                )
+    for i, positions in enumerate(sources):
+        for j, spans in enumerate(pieces):
+            if any(position in span for position in positions for span in spans):
+                links.add_edge(i, j)
     return [sorted(group) for group in nx.connected_components(links)]
+
+
+def _is_chain(sources: list[set[int]], pieces: list[list[Span]], flow: list[int]) -> bool:
+    """Tell whether each piece of a flow reads what the piece right before it made.
+
+    Else they are parts of one block: two streams that meet only where it begins.
+    """
+    spans = sorted((s for i in flow for s in pieces[i]), key=lambda s: s.start)
+    for i in flow:
+        before = spans.index(pieces[i][-1]) - 1
+        if before >= 0 and not any(position in spans[before] for position in sources[i]):
+            return False
+    return True
 
 
 def _sources(program: Program, node: fx.Node, recent: Span, spans: list[Span]) -> Iterator[int]:
