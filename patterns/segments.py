@@ -70,6 +70,12 @@ def divide(program: Program, blocks: BlockList) -> list[BlockList]:
         widths = {len(entering[i][-1]) for i in flow}
         if len(widths) > 1 or not _is_chain(sources, pieces, flow):
             return [blocks]
+        if not all(
+            _is_multiplied(program, node, pieces[i][-1])
+            for i in flow
+            for node in entering[i][-1]
+        ):
+            return [blocks]
     # Blocks on one stream are one list, whatever they do; space and time differ in shape,
     # and stacks side by side in the streams.
     groups: dict[Any, dict[Span, Values]] = {}
@@ -182,6 +188,19 @@ def _is_chain(sources: list[set[int]], pieces: list[list[Span]], flow: list[int]
         if before >= 0 and not any(position in spans[before] for position in sources[i]):
             return False
     return True
+
+
+def _is_multiplied(program: Program, node: fx.Node, span: Span) -> bool:
+    """Tell whether a value reaches a matrix product in `span`, or only passes by."""
+    queue, seen = [node], {node}
+    while queue:
+        for user in queue.pop().users:
+            if program.at(user) in span and user not in seen:
+                if is_matmul(user):
+                    return True
+                seen.add(user)
+                queue.append(user)
+    return False
 
 
 def _sources(program: Program, node: fx.Node, recent: Span, spans: list[Span]) -> Iterator[int]:

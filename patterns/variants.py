@@ -15,7 +15,7 @@ from difflib import SequenceMatcher
 from torch import fx
 
 from stepfx.patterns.block_list import BlockList, Stream
-from stepfx.patterns.operations import LAYOUT, is_matmul, name_of
+from stepfx.patterns.operations import ADDS, LAYOUT, is_matmul, name_of
 from stepfx.patterns.program import Program, Span, is_tensor, shape_of, value_of
 
 # Operations that take tensors apart and join them, value for value.
@@ -32,6 +32,8 @@ def extend_behind(program: Program, blocks: BlockList, limit: int) -> BlockList:
     window = Span(start, min(start + _reach(len(template)), limit))
     aligned = align(program, template, window)
     offsets = [_offset(program, blocks, stream) for stream in blocks.streams]
+    if len(offsets) == 1 and offsets[0] not in aligned:
+        offsets = [_last_add(program, blocks, aligned)]
     made = [aligned[offset] for offset in offsets if offset in aligned]
     if not made or not _is_similar(program, template, aligned):
         return blocks
@@ -235,6 +237,17 @@ def _reach(period: int) -> int:
 def _offset(program: Program, blocks: BlockList, stream: Stream) -> int:
     made = stream.outputs[-1]
     return -1 if made is None else program.at(made) - blocks.spans[-1].start
+
+
+def _last_add(program: Program, blocks: BlockList, aligned: dict[int, int]) -> int:
+    """Return the last aligned offset that adds to the one stream: a block may end early."""
+    value = blocks.streams[0].outputs[-1]
+    adds = [
+        offset
+        for offset, position in aligned.items()
+        if (node := program.nodes[position]).target in ADDS and _same_form(node, value)
+    ]
+    return max(adds, default=-1)
 
 
 def _read_at(
