@@ -23,7 +23,7 @@ from stepfx.passes.base import PassContext
 from stepfx.passes.graph_edit import copy_meta, extract
 from stepfx.patterns.analysis import analyse
 from stepfx.patterns.block_list import BlockKind, group_kinds
-from stepfx.patterns.program import Program, Span, is_tensor, value_of
+from stepfx.patterns.program import Program, Span, is_operation, is_tensor, value_of
 from stepfx.patterns.region import Miss, Region
 
 
@@ -44,12 +44,14 @@ class Outline:
     """Where the stages of an outer graph are.
 
     `boundaries[k]` lies before block k, the last one behind the last block; `origins` maps
-    outer nodes to the stream that they continue.
+    outer nodes to the stream that they continue; `timestep` is the outer node that tells
+    denoising steps apart.
     """
 
     blocks: tuple[fx.Node, ...]
     boundaries: tuple[Boundary, ...]
     origins: dict[fx.Node, int]
+    timestep: fx.Node | None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class OutlineBlocks:
         if isinstance(region, Miss):
             ctx.miss(region.reason)
             return 0
-        ctx.notes["outline"] = _Outliner(gm, region, stages).run()
+        timestep = analysis.inputs.timestep
+        ctx.notes["outline"] = _Outliner(gm, region, stages, timestep).run()
         return len(stages)
 
 
@@ -117,8 +120,15 @@ def _crossing_value(program: Program, stages: list[_Stage]) -> str | None:
 class _Outliner:
     """Builds the outer graph of one module."""
 
-    def __init__(self, gm: fx.GraphModule, region: Region, stages: list[_Stage]) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        region: Region,
+        stages: list[_Stage],
+        timestep: fx.Node | None,
+    ) -> None:
         self.gm, self.program, self.region = gm, region.program, region
+        self.timestep = timestep
         self.stages = stages
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
@@ -130,7 +140,8 @@ class _Outliner:
             if node.op in ("placeholder", "get_attr"):
                 self.env[node] = self.graph.node_copy(node)
                 self.env[node].meta = dict(node.meta)
-        kinds = group_kinds(self.program, [stage.span for stage in self.stages])
+        made = [n for n in (self.timestep,) if n is not None and is_operation(n)]
+        kinds = group_kinds(self.program, [stage.span for stage in self.stages], kept=made)
         kind_of = {member: kind for kind in kinds for member in kind.members}
         names = self._names(kinds)
         blocks = []
@@ -140,7 +151,12 @@ class _Outliner:
             if stage.is_block:
                 blocks.append(call)
         self._finish()
-        return Outline(tuple(blocks), tuple(self._boundaries()), self._origins())
+        return Outline(
+            tuple(blocks),
+            tuple(self._boundaries()),
+            self._origins(),
+            None if self.timestep is None else self.env[self.timestep],
+        )
 
     def _names(self, kinds: tuple[BlockKind, ...]) -> dict[int, str]:
         """Name the kinds by their first stage, numbered where a list has several."""

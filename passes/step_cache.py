@@ -96,8 +96,7 @@ def _insert_gate(
     boundary = outline.boundaries[first]
     before, behind = (tuple(part) for part in zip(*boundary.watched.values(), strict=True))
     bases = [_base(node, outline, first) for node in results]
-    time = analysis.inputs.timestep
-    time_node = None if time is None else _placeholder(graph, time)
+    time = outline.timestep
     per_sample = _is_batch_first(analysis, before)
 
     read = [*before, *behind, *results, *(b for b in bases if b is not None)]
@@ -139,9 +138,7 @@ def _insert_gate(
     with graph.inserting_before(skipped[0]):
         parts = {name: graph.get_attr(name) for name in modules}
         seen = (before, behind)
-        compute = graph.call_method(
-            "decide", (gate, parts["score"], *seen, time_node, tuple(sizes))
-        )
+        compute = graph.call_method("decide", (gate, parts["score"], *seen, time, tuple(sizes)))
         compute.name = "compute"
         region = graph.call_method(
             "cond",

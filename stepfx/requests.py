@@ -91,6 +91,7 @@ class Branch:
     name: str
     signature: object
     conditioning: Conditioning | None
+    clocks: Conditioning | None = None
     kept: Kept | None = None
     last_time: float | None = None
     ambiguous: bool = False
@@ -132,7 +133,7 @@ class Request:
         """Drop the tensors that the branches keep."""
         for branch in self.branches:
             branch.kept = None
-            branch.conditioning = None
+            branch.conditioning = branch.clocks = None
 
     def observe(self, time: float) -> None:
         """Learn from a step in which direction time runs."""
