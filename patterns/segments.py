@@ -68,13 +68,9 @@ def divide(program: Program, blocks: BlockList) -> list[BlockList]:
     # part of a block: RIN's latents read tokens, compute and write back.
     for flow in flows:
         widths = {len(entering[i][-1]) for i in flow}
-        if len(widths) > 1 or not _is_chain(sources, pieces, flow):
+        if len(widths) > 1 or 0 in widths or not _is_chain(sources, pieces, flow):
             return [blocks]
-        if not all(
-            _is_multiplied(program, node, pieces[i][-1])
-            for i in flow
-            for node in entering[i][-1]
-        ):
+        if not all(_joins(program, entering[i][-1], pieces[i][-1]) for i in flow):
             return [blocks]
     # Blocks on one stream are one list, whatever they do; space and time differ in shape,
     # and stacks side by side in the streams.
@@ -190,17 +186,23 @@ def _is_chain(sources: list[set[int]], pieces: list[list[Span]], flow: list[int]
     return True
 
 
-def _is_multiplied(program: Program, node: fx.Node, span: Span) -> bool:
-    """Tell whether a value reaches a matrix product in `span`, or only passes by."""
-    queue, seen = [node], {node}
+def _joins(program: Program, streams: Values, span: Span) -> bool:
+    """Tell whether all streams meet in `span`, each on its way through a matrix product.
+
+    A stream that passes by, or streams worked on side by side, are a part of a block.
+    """
+    reached = [_reached(program, node, span) for node in streams]
+    return bool(set.intersection(*reached)) and all(any(map(is_matmul, r)) for r in reached)
+
+
+def _reached(program: Program, node: fx.Node, span: Span) -> set[fx.Node]:
+    """Return the operations in `span` that depend on `node`."""
+    queue, seen = [node], set[fx.Node]()
     while queue:
-        for user in queue.pop().users:
-            if program.at(user) in span and user not in seen:
-                if is_matmul(user):
-                    return True
-                seen.add(user)
-                queue.append(user)
-    return False
+        fresh = {u for u in queue.pop().users if program.at(u) in span} - seen
+        seen |= fresh
+        queue += fresh
+    return seen
 
 
 def _sources(program: Program, node: fx.Node, recent: Span, spans: list[Span]) -> Iterator[int]:

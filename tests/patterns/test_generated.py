@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -138,7 +137,12 @@ class Generated(nn.Module):
         return h
 
 
-one_stream = st.lists(st.sampled_from(LAYERS), min_size=2, max_size=4).map(tuple)
+# What mixes tokens and then runs an MLP is a block: a body mixes them once.
+one_stream = (
+    st.lists(st.sampled_from(LAYERS), min_size=2, max_size=4)
+    .map(tuple)
+    .filter(lambda layers: sum(kind in ("attention", "mixer") for kind in layers) <= 1)
+)
 two_streams = st.sampled_from([("attention", "mlp"), ("mixer", "gated"), ("gated", "scaled")])
 bodies = st.builds(
     lambda layers, pair, streams, **rest: Body(
@@ -159,7 +163,7 @@ plans = st.builds(
     suffix=st.integers(0, 3),
 )
 slow = settings(
-    max_examples=6,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     # A program takes seconds to trace: a failing one is shown as it is.
@@ -198,7 +202,6 @@ def test_the_list_is_found(plan: Plan) -> None:
     check(program, lists)
 
 
-@pytest.mark.xfail(strict=True, reason="the parts of the streams are taken for blocks")
 def test_two_streams_of_several_layers_each() -> None:
     body = Body(("mixer", "gated", "mlp"), streams=2, dead=True, numbered=True, fed=True)
     plan = Plan(body, 5, prefix=2, suffix=2)
