@@ -81,7 +81,9 @@ def _best_phases(program: Program, run: Repeat, most: int = 4) -> list[int]:
     # narrowest inside, between the joint residual add and the split of text and image.
     narrow = sorted(key for key in phases if key[0] <= fewest + 1)
     wider = [key for key in narrow if key[0] == fewest + 1]
-    return [phase for *_, phase in (*narrow[: most // 2], *wider[: most // 2])]
+    ends = [key for key in narrow if not key[3]]
+    chosen = (*narrow[: most // 2], *wider[: most // 2], *ends[: most // 2])
+    return list(dict.fromkeys(phase for *_, phase in chosen))
 
 
 def _edge_kind(program: Program, bounds: list[int], block: int, producer: fx.Node) -> object:
