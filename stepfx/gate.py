@@ -96,9 +96,18 @@ def taylor_coefficients(times: Sequence[float], time: float) -> list[float]:
 class Gate:
     """The decision of one call and what follows from it."""
 
-    def __init__(self, session: Session, caller: Caller, policy: Policy, has_time: bool):
+    def __init__(
+        self,
+        session: Session,
+        caller: Caller,
+        policy: Policy,
+        has_time: bool,
+        outer_time: torch.Tensor | None = None,
+    ) -> None:
         self.session, self.caller, self.policy = session, caller, policy
-        self.has_time = has_time
+        # Behind a graph break the timestep is an input of the graph before it.
+        self.outer_time = None if has_time else outer_time
+        self.has_time = has_time or outer_time is not None
         self.branch: Branch | None = None
         self.time = 0.0
         self._score: float | None = None
@@ -136,13 +145,13 @@ class Gate:
             assert branch is not None and branch.kept is not None
             kept = branch.kept
             values = score(*h0, *h1, *kept.signals, kept.ok, *times, *sizes)[0].tolist()
-            now = values.pop(0) if times else float(branch.step)
+            now = values.pop(0) if times else read_time(self.outer_time, branch)
             ok, half = values[0], (len(values) - 1) // 2
             self._score = self.policy.score(values[1 : 1 + half], values[1 + half :], len(h0))
             sound = bool(ok) and math.isfinite(self._score)
             close = sound and self._score <= self.policy.preset.threshold
         else:
-            now = read_time(time, branch)
+            now = read_time(self.outer_time if time is None else time, branch)
         self.branch = self.session.settle(self.caller, request, branch, now)
         self.time = now
         if self.branch.ambiguous:
