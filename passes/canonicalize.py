@@ -2,11 +2,13 @@
 
     q = chunk(x, 2); y = f(); a = q[0]     ->  q = chunk(x, 2); a = q[0]; y = f()
     h = iadd(h, f(h))                      ->  h = add(h, f(h))
+    h.mul_(g); y = f(h)                    ->  k = h.mul(g); y = f(k)
 
 Items of a tuple are taken where the tuple is made, so that no tuple crosses a block
-boundary. An in-place add becomes an add where nothing reads the overwritten tensor or a
-view of it afterwards, so that a block does not write to the stream that enters it: the
-residual of a block is the difference of two tensors, not of one with itself.
+boundary. An in-place add becomes an add, and whoever reads the overwritten tensor later reads
+the sum, so that a block does not write to the stream that enters it: the residual of a block
+is the difference of two tensors, not of one with itself. Where a view of another shape or
+place is read later, the write stays.
 """
 
 from __future__ import annotations
@@ -70,6 +72,9 @@ def _replace_in_place(graph: fx.Graph) -> int:
             new = graph.create_node(node.op, target, node.args, node.kwargs)
         new.meta = dict(node.meta)
         order[new] = order[node]
+        for other in storages.of(node):
+            if order[other] < order[node] and _is_same_view(other, node):
+                _read_instead(other, new, {u for u in other.users if order[u] > order[node]})
         storages.replace(node, new)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
@@ -91,16 +96,31 @@ def _is_safe(node: fx.Node, order: dict[fx.Node, int], storages: Storages) -> bo
         if not is_tensor(value) or value.dtype != result.dtype:
             return False
     # Views of the written tensor that are read later must see the write too. Its own result
-    # is the exception: whoever reads that reads the new tensor.
+    # and its other names are the exception: whoever reads those reads the new tensor.
     here = order[node]
     made_from = _views_of(node, set(sharing))
     return not any(
         order[user] > here
         for other in sharing
-        if other not in made_from
+        if other not in made_from and not _is_same_view(other, node)
         for user in other.users
         if user is not node
     )
+
+
+def _read_instead(old: fx.Node, new: fx.Node, readers: set[fx.Node]) -> None:
+    for reader in readers:
+        reader.replace_input_with(old, new)
+
+
+def _is_same_view(a: fx.Node, b: fx.Node) -> bool:
+    """Tell whether two nodes that share memory are the same elements of it in one order."""
+    forms = [
+        # As text: to compare sizes of dynamic shapes would add a guard.
+        (v.dtype, str(v.shape), str(v.stride()), str(v.storage_offset()))
+        for v in (value_of(a), value_of(b))
+    ]
+    return forms[0] == forms[1]
 
 
 def _views_of(node: fx.Node, sharing: set[fx.Node]) -> set[fx.Node]:

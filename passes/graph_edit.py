@@ -35,8 +35,10 @@ def extract(
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     placeholders = []
-    for node in inputs:
-        placeholder = graph.placeholder(node.name)
+    for i, node in enumerate(inputs):
+        # The block at hand may read one tensor where others of its kind read two.
+        again = node in inputs[:i]
+        placeholder = graph.placeholder(f"{node.name}_{i}" if again else node.name)
         copy_meta(node, placeholder)
         placeholders.append(placeholder)
     for offset, node in enumerate(program.span_nodes(span)):

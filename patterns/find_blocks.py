@@ -7,7 +7,12 @@ from stepfx.patterns.program import Program, Span
 from stepfx.patterns.regular import match_block_list
 from stepfx.patterns.repeats import Repeat, find_repeats, shorter_periods
 from stepfx.patterns.segments import divide
-from stepfx.patterns.variants import extend_before, extend_behind, merge_lists
+from stepfx.patterns.variants import (
+    extend_across_glue,
+    extend_before,
+    extend_behind,
+    merge_lists,
+)
 
 MIN_PERIOD = 4  # operations; what repeats in fewer is a layer, not a block
 
@@ -39,7 +44,9 @@ def find_block_lists(program: Program) -> list[BlockList]:
             lists += parts
             taken.append(_hull(parts))
             break
-    lists = [_with_first_block(program, blocks, taken) for blocks in lists]
+    for i, blocks in enumerate(lists):
+        lists[i] = _with_neighbours(program, blocks, taken)
+        taken.append(lists[i].span)
     return merge_lists(program, lists)
 
 
@@ -47,9 +54,11 @@ def _hull(lists: list[BlockList]) -> Span:
     return Span(min(b.span.start for b in lists), max(b.span.stop for b in lists))
 
 
-def _with_first_block(program: Program, blocks: BlockList, taken: list[Span]) -> BlockList:
+def _with_neighbours(program: Program, blocks: BlockList, taken: list[Span]) -> BlockList:
     floor = max((s.stop for s in taken if s.stop <= blocks.span.start), default=0)
-    return extend_before(program, blocks, floor)
+    limit = min((s.start for s in taken if s.start >= blocks.span.stop), default=len(program))
+    blocks = extend_before(program, blocks, floor)
+    return extend_across_glue(program, blocks, floor, limit)
 
 
 def _outside(run: Repeat, taken: list[Span]) -> Repeat | None:

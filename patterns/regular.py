@@ -57,10 +57,14 @@ def live_within_period(program: Program, run: Repeat) -> IntArray:
 
 
 def _best_phases(program: Program, run: Repeat, most: int = 4) -> list[int]:
-    """Return where in the period to cut: most blocks, fewest live tensors, after an add."""
+    """Return where in the period to cut: most blocks, fewest live tensors, after an add.
+
+    An end of the run is a likelier cut than its middle: a run reaches past an end of the
+    list where the operations there look like the block's own, hardly past both.
+    """
     start, stop, period = run.start, run.stop, run.period
     live = live_within_period(program, run)
-    phases: list[tuple[int, int, bool, int]] = []
+    phases: list[tuple[int, int, bool, bool, int]] = []
     for phase in range(period):
         count = (stop - start - phase) // period
         if count < 2:
@@ -68,15 +72,18 @@ def _best_phases(program: Program, run: Repeat, most: int = 4) -> list[int]:
         cuts = range(start + phase + period, start + phase + period * count, period)
         crossing = max(int(live[cut - start]) for cut in cuts)
         last = program.nodes[cuts[0] - 1]
-        phases.append((crossing, -count, last.target not in ADDS, phase))
-    fewest = min((crossing for crossing, _, _, _ in phases), default=0)
+        inner = phase > 0 and start + phase + period * count < stop
+        phases.append((crossing, -count, last.target not in ADDS, inner, phase))
+    fewest = min((crossing for crossing, *_ in phases), default=0)
     if fewest == 0:
         return []  # nothing is carried: these are not blocks
     # One tensor more than the narrowest cut is worth a block: FLUX's single blocks are
     # narrowest inside, between the joint residual add and the split of text and image.
     narrow = sorted(key for key in phases if key[0] <= fewest + 1)
     wider = [key for key in narrow if key[0] == fewest + 1]
-    return [phase for *_, phase in (*narrow[: most // 2], *wider[: most // 2])]
+    ends = [key for key in narrow if not key[3]]
+    chosen = (*narrow[: most // 2], *wider[: most // 2], *ends[: most // 2])
+    return list(dict.fromkeys(phase for *_, phase in chosen))
 
 
 def _edge_kind(program: Program, bounds: list[int], block: int, producer: fx.Node) -> object:

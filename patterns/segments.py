@@ -13,10 +13,11 @@ when it multiplies matrices.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
 import numpy as np
 from torch import fx
 
@@ -29,6 +30,8 @@ from stepfx.patterns.operations import (
     name_of,
 )
 from stepfx.patterns.program import Program, Span, shape_of, value_of
+
+Values = list[fx.Node]
 
 
 @dataclass(frozen=True)
@@ -45,25 +48,45 @@ def divide(program: Program, blocks: BlockList) -> list[BlockList]:
     division = _best_division(program, blocks)
     if division is None:
         return [blocks]
-    lists: list[BlockList] = []
     pieces: list[list[Span]] = [
         list(_repeated(piece, start, stop, period)) for piece in division.pieces
     ]
-    # Blocks on one stream are one list, whatever they do; space and time differ in shape.
-    groups: dict[Any, list[Span]] = {}
-    for spans in pieces:
-        entering = _entering(program, spans[-1], period, len(blocks.streams))
-        key = tuple(shape_of(node) for node in entering if node is not None)
-        groups.setdefault(key, []).extend(spans)
-    for spans in groups.values():
-        ordered = sorted(spans, key=lambda span: span.start)
-        lists.append(_list_of(program, ordered, len(blocks.streams), period))
+    entering = [_entering(program, spans, period) for spans in pieces]
+    everywhere = [span for spans in pieces for span in spans]
+    sources = [
+        {
+            position
+            for node in values[-1]
+            for position in _sources(
+                program, node, Span(spans[-1].start - period, spans[-1].start), everywhere
+            )
+        }
+        for spans, values in zip(pieces, entering, strict=True)
+    ]
+    flows = _flows(sources, pieces)
+    # All blocks of a list carry the same streams. What works on one of two for a while is a
+    # part of a block: RIN's latents read tokens, compute and write back.
+    for flow in flows:
+        widths = {len(entering[i][-1]) for i in flow}
+        if len(widths) > 1 or 0 in widths or not _is_chain(sources, pieces, flow):
+            return [blocks]
+        if not all(_joins(program, entering[i][-1], pieces[i][-1]) for i in flow):
+            return [blocks]
+    # Blocks on one stream are one list, whatever they do; space and time differ in shape,
+    # and stacks side by side in the streams.
+    groups: dict[Any, dict[Span, Values]] = {}
+    for number, flow in enumerate(flows):
+        for i in flow:
+            key = number, *(shape_of(node) for node in entering[i][-1])
+            groups.setdefault(key, {}).update(zip(pieces[i], entering[i], strict=True))
+    lists = [_list_of(program, group) for group in groups.values()]
     for piece in division.leftover:
         spans = list(_repeated(piece, start, stop, period))
         inside = program.span_nodes(spans[0])
         if any(map(mixes_tokens, inside)) and sum(map(is_matmul, inside)) > 1:
-            lists.append(_list_of(program, spans, len(blocks.streams), period))
-    return lists
+            values = _entering(program, spans, period)
+            lists.append(_list_of(program, dict(zip(spans, values, strict=True))))
+    return [found for found in lists if found.streams]
 
 
 def _repeated(piece: tuple[int, int], start: int, stop: int, period: int) -> Iterable[Span]:
@@ -123,62 +146,115 @@ def _live(program: Program, cut: int, period: int) -> int:
     return int(np.count_nonzero(program.last_use[cut - period : cut] >= cut))
 
 
-def _list_of(program: Program, spans: list[Span], width: int, period: int) -> BlockList:
-    """Return a list of spans, with the `width` tensors that enter and leave each."""
-    # What enters is plain to see in the last block of a kind; in the first, what was made
-    # last may be a mask. The others read at the same places.
-    last = {_labels_of(program, span): span for span in spans}
-    entering = {key: _entering(program, span, period, width) for key, span in last.items()}
-    inputs = []
-    for span in spans:
-        key = _labels_of(program, span)
-        inputs.append([_counterpart(program, n, last[key], span) for n in entering[key]])
-    outputs = [_leaving(program, s, values) for s, values in zip(spans, inputs, strict=True)]
+def _entering(program: Program, spans: list[Span], period: int) -> list[Values]:
+    """Return, for each repeat of a piece, the carried values that it reads.
+
+    Carried is what the last repeat reads of the period before it, the others by the same
+    edges: the first reads there what was made before the list.
+    """
+    last = spans[-1]
+    edges: dict[fx.Node, tuple[int, int]] = {}
+    for offset in range(len(last)):
+        for edge, producer in enumerate(program.edges[last.start + offset]):
+            if 0 < last.start - program.at(producer) <= period and producer.op != "placeholder":
+                edges.setdefault(producer, (offset, edge))
+    read = [edges[node] for node in sorted(edges, key=program.at)]
+    return [[program.edges[s.start + offset][edge] for offset, edge in read] for s in spans]
+
+
+def _flows(sources: list[set[int]], pieces: list[list[Span]]) -> list[list[int]]:
+    """Sort the pieces of a period by the streams they share: mostly into one group."""
+    links = nx.Graph()
+    links.add_nodes_from(range(len(pieces)))
+    for i, positions in enumerate(sources):
+        for j, spans in enumerate(pieces):
+            if any(position in span for position in positions for span in spans):
+                links.add_edge(i, j)
+    return [sorted(group) for group in nx.connected_components(links)]
+
+
+def _is_chain(sources: list[set[int]], pieces: list[list[Span]], flow: list[int]) -> bool:
+    """Tell whether each piece of a flow reads what the piece right before it made.
+
+    Else they are parts of one block: two streams that meet only where it begins.
+    """
+    spans = sorted((s for i in flow for s in pieces[i]), key=lambda s: s.start)
+    for i in flow:
+        before = spans.index(pieces[i][-1]) - 1
+        if before >= 0 and not any(position in spans[before] for position in sources[i]):
+            return False
+    return True
+
+
+def _joins(program: Program, streams: Values, span: Span) -> bool:
+    """Tell whether all streams meet in `span`, each on its way through a matrix product.
+
+    A stream that passes by, or streams worked on side by side, are a part of a block.
+    """
+    reached = [_reached(program, node, span) for node in streams]
+    return bool(set.intersection(*reached)) and all(any(map(is_matmul, r)) for r in reached)
+
+
+def _reached(program: Program, node: fx.Node, span: Span) -> set[fx.Node]:
+    """Return the operations in `span` that depend on `node`."""
+    queue, seen = [node], set[fx.Node]()
+    while queue:
+        fresh = {u for u in queue.pop().users if program.at(u) in span} - seen
+        seen |= fresh
+        queue += fresh
+    return seen
+
+
+def _sources(program: Program, node: fx.Node, recent: Span, spans: list[Span]) -> Iterator[int]:
+    """Yield the positions in `spans` from which glue makes `node`, or that of `node`."""
+    queue, seen = [node], {node}
+    while queue:
+        current = queue.pop()
+        position = program.at(current)
+        if position not in recent:
+            continue
+        if any(position in span for span in spans):
+            yield position
+            continue
+        fresh = [n for n in current.all_input_nodes if n not in seen]
+        seen.update(fresh)
+        queue += fresh
+
+
+def _list_of(program: Program, entering: dict[Span, Values]) -> BlockList:
+    """Return the list of the spans with the values that enter them."""
+    spans = sorted(entering, key=lambda span: span.start)
+    inputs = [entering[span] for span in spans]
+    following: list[Sequence[fx.Node | None]] = [*inputs[1:], [None] * len(inputs[0])]
+    outputs = [
+        _leaving(program, span, values, after)
+        for span, values, after in zip(spans, inputs, following, strict=True)
+    ]
     streams = tuple(
         Stream(tuple(values[i] for values in inputs), tuple(values[i] for values in outputs))
-        for i in range(width)
+        for i in range(len(inputs[0]))
     )
     return BlockList(program, tuple(spans), streams)
 
 
-def _labels_of(program: Program, span: Span) -> bytes:
-    return program.labels[span.start : span.stop].tobytes()
-
-
-def _counterpart(
-    program: Program, node: fx.Node | None, template: Span, span: Span
-) -> fx.Node | None:
-    """Return what `span` reads where its twin `template` reads `node`."""
-    for offset in range(len(template)):
-        edges = program.edges[template.start + offset]
-        if node in edges:
-            return program.edges[span.start + offset][edges.index(node)]
-    return None
-
-
-def _entering(program: Program, span: Span, period: int, width: int) -> list[fx.Node | None]:
-    """Return the values that the operations of a span read and that were made last."""
-    read = [n for n in program.live_in(span) if n.op != "placeholder"]
-    recent = [n for n in read if span.start - program.at(n) <= period] or read
-    chosen = sorted(recent, key=program.at)[-width:]
-    return [*chosen, *[None] * (width - len(chosen))]
-
-
 def _leaving(
-    program: Program, span: Span, inputs: list[fx.Node | None]
+    program: Program, span: Span, inputs: Sequence[fx.Node], following: Sequence[fx.Node | None]
 ) -> list[fx.Node | None]:
-    """Return, for each value that enters, the one that leaves in its place."""
+    """Return, for each value that enters, the one that leaves in its place.
+
+    It is what the next block reads there; behind the last block, what has the same form.
+    """
     left = program.live_out(span)
     outputs: list[fx.Node | None] = []
-    for node in inputs:
+    for node, after in zip(inputs, following, strict=True):
         same = [
             n
             for n in left
-            if node is not None
-            and shape_of(n) == shape_of(node)
-            and value_of(n).dtype == value_of(node).dtype
+            if shape_of(n) == shape_of(node) and value_of(n).dtype == value_of(node).dtype
         ]
         chosen = same[-1] if same else (left[-1] if left else None)
+        if after in left:
+            chosen = after
         if chosen is not None:
             left.remove(chosen)
         outputs.append(chosen)

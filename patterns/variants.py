@@ -15,8 +15,11 @@ from difflib import SequenceMatcher
 from torch import fx
 
 from stepfx.patterns.block_list import BlockList, Stream
-from stepfx.patterns.operations import is_matmul
-from stepfx.patterns.program import Program, Span, shape_of, value_of
+from stepfx.patterns.operations import ADDS, LAYOUT, is_matmul, name_of
+from stepfx.patterns.program import Program, Span, is_tensor, shape_of, value_of
+
+# Operations that take tensors apart and join them, value for value.
+REARRANGES = LAYOUT | {"cat", "chunk", "concat", "split", "stack", "unbind"}
 
 
 def extend_behind(program: Program, blocks: BlockList, limit: int) -> BlockList:
@@ -29,6 +32,8 @@ def extend_behind(program: Program, blocks: BlockList, limit: int) -> BlockList:
     window = Span(start, min(start + _reach(len(template)), limit))
     aligned = align(program, template, window)
     offsets = [_offset(program, blocks, stream) for stream in blocks.streams]
+    if len(offsets) == 1 and offsets[0] not in aligned:
+        offsets = [_last_add(program, blocks, aligned)]
     made = [aligned[offset] for offset in offsets if offset in aligned]
     if not made or not _is_similar(program, template, aligned):
         return blocks
@@ -69,15 +74,64 @@ def extend_before(program: Program, blocks: BlockList, floor: int) -> BlockList:
         if made not in window or aligned.get(offset) != made:
             return blocks
         outputs.append(stream.entry)
-        inputs.append(_read_at(program, template, aligned, stream.inputs[1]))
+        inputs.append(
+            _read_at(program, template, aligned, stream.inputs[1])
+            or _taken_up(program, template, aligned, stream.inputs[1])
+        )
     start = _narrowest(program, window, min(aligned.values()), inputs)
     if start is None:
+        return blocks
+    aligned = {offset: position for offset, position in aligned.items() if position >= start}
+    if not _is_similar(program, template, aligned):
         return blocks
     streams = tuple(
         Stream((entry, *stream.inputs), (out, *stream.outputs))
         for entry, out, stream in zip(inputs, outputs, blocks.streams, strict=True)
     )
     return BlockList(program, (Span(start, stop), *blocks.spans), streams)
+
+
+def extend_across_glue(
+    program: Program, blocks: BlockList, floor: int, limit: int
+) -> BlockList:
+    """Add equal blocks that stand alone before and behind the list, with glue between.
+
+    Two blocks make a repeat; one that glue parts from them does not. Nothing before `floor`
+    or at `limit` and behind is taken.
+    """
+    size = len(blocks.spans[-1])
+    for start in range(blocks.span.stop, min(blocks.span.stop + size // 2, limit - size + 1)):
+        joined = _join(program, blocks, single) if (single := _like(blocks, start)) else None
+        if joined is not None:
+            return extend_across_glue(program, joined, floor, limit)
+    for stop in range(
+        blocks.span.start, max(blocks.span.start - size // 2, floor + size - 1), -1
+    ):
+        single = _like(blocks, stop - size)
+        joined = _join(program, single, blocks) if single else None
+        if joined is not None:
+            return extend_across_glue(program, joined, floor, limit)
+    return blocks
+
+
+def _like(blocks: BlockList, start: int) -> BlockList | None:
+    """Return the block at `start`, labelled as the last of `blocks`, as a list of one."""
+    program, last = blocks.program, blocks.spans[-1]
+    span = Span(start, start + len(last))
+    labels = program.labels
+    if (labels[span.start : span.stop] != labels[last.start : last.stop]).any():
+        return None
+    aligned = {offset: start + offset for offset in range(len(last))}
+    streams = []
+    for stream in blocks.streams:
+        value, made = stream.inputs[-1], stream.outputs[-1]
+        entry = _read_at(program, last, aligned, value)
+        if entry is None or made is None or program.at(made) not in last:
+            return None
+        streams.append(
+            Stream((entry,), (program.nodes[start + program.at(made) - last.start],))
+        )
+    return BlockList(program, (span,), tuple(streams))
 
 
 def merge_lists(program: Program, lists: list[BlockList]) -> list[BlockList]:
@@ -130,9 +184,7 @@ def _continued(program: Program, a: BlockList, b: BlockList) -> list[int] | None
 
 def _comes_from(program: Program, node: fx.Node, source: fx.Node | None, within: Span) -> bool:
     """Tell whether glue makes `node` of `source` and leaves shape and dtype as they are."""
-    if source is None or shape_of(node) != shape_of(source):
-        return False
-    if value_of(node).dtype != value_of(source).dtype:
+    if source is None or not _same_form(node, source):
         return False
     queue, seen = [node], {node}
     while queue:
@@ -187,6 +239,17 @@ def _offset(program: Program, blocks: BlockList, stream: Stream) -> int:
     return -1 if made is None else program.at(made) - blocks.spans[-1].start
 
 
+def _last_add(program: Program, blocks: BlockList, aligned: dict[int, int]) -> int:
+    """Return the last aligned offset that adds to the one stream: a block may end early."""
+    value = blocks.streams[0].outputs[-1]
+    adds = [
+        offset
+        for offset, position in aligned.items()
+        if (node := program.nodes[position]).target in ADDS and _same_form(node, value)
+    ]
+    return max(adds, default=-1)
+
+
 def _read_at(
     program: Program, template: Span, aligned: dict[int, int], value: fx.Node | None
 ) -> fx.Node | None:
@@ -199,6 +262,29 @@ def _read_at(
     return None
 
 
+def _taken_up(
+    program: Program, template: Span, aligned: dict[int, int], value: fx.Node | None
+) -> fx.Node | None:
+    """Return what stands in the aligned block for the stream `value`, taken apart and joined.
+
+    A block may split what enters it and join the parts, where the first is given parts.
+    """
+    known = {value}
+    for offset, node in enumerate(program.span_nodes(template)):
+        if name_of(node) not in REARRANGES or known.isdisjoint(node.all_input_nodes):
+            continue
+        known.add(node)
+        if offset in aligned and _same_form(node, value):
+            return program.nodes[aligned[offset]]
+    return None
+
+
+def _same_form(node: fx.Node, other: fx.Node | None) -> bool:
+    if other is None or not is_tensor(value_of(node)) or shape_of(node) != shape_of(other):
+        return False
+    return bool(value_of(node).dtype == value_of(other).dtype)
+
+
 def _narrowest(
     program: Program, window: Span, first: int, inputs: list[fx.Node | None]
 ) -> int | None:
@@ -207,5 +293,6 @@ def _narrowest(
     if len(entries) < len(inputs):
         return None
     least = max(window.start, *(position + 1 for position in entries))
-    cuts = [(sum(program.last_use[least:cut] >= cut), -cut) for cut in range(least, first + 1)]
-    return -min(cuts)[1] if cuts else None
+    last = max(least, first)
+    cuts = [(sum(program.last_use[least:cut] >= cut), -cut) for cut in range(least, last + 1)]
+    return -min(cuts)[1]

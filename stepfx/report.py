@@ -15,6 +15,7 @@ from rich.table import Table
 from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.block_list import BlockList
+from stepfx.patterns.fingerprint import fingerprint
 from stepfx.patterns.forward_pattern import stream_names
 from stepfx.patterns.program import shape_of, value_of
 from stepfx.patterns.region import Region
@@ -72,6 +73,8 @@ class Report:
         timestep: the input that tells denoising steps apart, or None.
         latents: the inputs that the outputs mirror.
         conditioning: the inputs that tell CFG branches apart.
+        fingerprint: a hash of the kinds of blocks, the same for all sizes of an architecture;
+            None without block lists.
         runs: what happened in the requests of the model so far, oldest first.
         results: the rewritten graphs behind the report, or why there is none.
         model: the class of the model, for titles.
@@ -84,6 +87,7 @@ class Report:
     timestep: str | None = None
     latents: tuple[str, ...] = ()
     conditioning: tuple[str, ...] = ()
+    fingerprint: str | None = None
     runs: tuple[RequestStats, ...] = ()
     results: tuple[PipelineResult | str, ...] = field(default=(), repr=False, compare=False)
     model: str = "model"
@@ -130,6 +134,8 @@ class Report:
                 "yes" if blocks.gated else "no",
             )
         yield table
+        if self.fingerprint:
+            yield f"architecture: {self.fingerprint}"
         if self.timestep:
             yield f"timestep: {self.timestep}; latent: {', '.join(self.latents)}"
         if self.conditioning:
@@ -155,6 +161,7 @@ def report_of(
 ) -> Report:
     """Make one report of all graphs of a model; a string is why a graph was left alone."""
     lists: list[BlockListReport] = []
+    found: list[BlockList] = []
     gate: GateSite | None = None
     reasons: list[str] = []
     main: Analysis | None = None
@@ -168,16 +175,19 @@ def report_of(
             reasons += result.misses
             continue
         lists += _lists_of(analysis, number, site is not None)
+        found += analysis.lists
         if site is None:
             reasons += result.misses
         elif gate is None:
             gate, main = site, analysis
     reason = None if gate is not None else (reasons or ["nothing was compiled"])[0]
+    print_of = fingerprint(found) if found else None
     report = Report(
         len(results),
         tuple(lists),
         gate,
         reason,
+        fingerprint=print_of,
         runs=tuple(runs),
         results=tuple(results),
         model=model,

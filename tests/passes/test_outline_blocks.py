@@ -145,7 +145,20 @@ class Writing(Stack):
         return h.tanh()
 
 
-@pytest.mark.parametrize(("model", "modules"), [(Stack(), 3), (Scaled(), 4), (Writing(), 3)])
+class Skipping(Stack):
+    """Blocks that read an earlier value too: the first block reads one value twice."""
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        c, h = t.cos().exp(), x.sin()
+        earlier = [h, x.cos(), t + x]
+        for layer, skip in zip(self.layers, earlier, strict=True):
+            h = h + (layer(h * c).relu() - skip)
+        return h.tanh()
+
+
+@pytest.mark.parametrize(
+    ("model", "modules"), [(Stack(), 3), (Scaled(), 4), (Writing(), 3), (Skipping(), 3)]
+)
 def test_values_are_kept(model: nn.Module, modules: int) -> None:
     inputs = (torch.randn(2, 3, 4), torch.randn(2, 1, 1))
     expected = model(*inputs)
