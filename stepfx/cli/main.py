@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import stepfx
-from stepfx.cli import demo, doctor, dump, explain
+from stepfx.cli import coverage, demo, doctor, dump, explain
 from stepfx.cli.command import Command, CommandError, Exit, Output
 from stepfx.config import ConfigError
 
@@ -15,6 +15,7 @@ from stepfx.config import ConfigError
 COMMANDS: tuple[Command, ...] = (
     demo.COMMAND,
     explain.COMMAND,
+    coverage.COMMAND,
     dump.COMMAND,
     doctor.COMMAND,
 )
