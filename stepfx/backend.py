@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepfx.config import Config, StepfxWarning, is_strict
+from stepfx.arrangements import Arrangements, too_few_blocks
+from stepfx.config import Config, is_strict
 from stepfx.dump import Dump
-from stepfx.gate import Policy
-from stepfx.lowering import compile_graph, lower
+from stepfx.errors import ConfigError, StepfxWarning
+from stepfx.lowering import Artifacts, compile_graph
 from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.program import is_registered, is_tensor, value_of
@@ -32,8 +33,10 @@ class Backend:
     """A configured backend: `torch.compile(model, backend=stepfx.Backend(threshold=0.1))`.
 
     Args:
-        **options: see `stepfx.Config`; also the spellings of cache-dit, vllm-omni, diffusers
-            and ParaAttention.
+        *configurations: configuration objects of cache-dit or diffusers, dictionaries, JSON
+            texts, YAML or JSON files.
+        **options: see `stepfx.Config`; they win over the objects. Also the spellings of
+            cache-dit, vllm-omni, diffusers and ParaAttention.
 
     Raises:
         ConfigError: an option is unknown, has a bad value or contradicts another.
@@ -41,8 +44,8 @@ class Backend:
 
     __name__ = "stepfx"  # what torch.compile shows
 
-    def __init__(self, **options: Any) -> None:
-        self.config = Config.build(**options)
+    def __init__(self, *configurations: Any, **options: Any) -> None:
+        self.config = Config.build(None, *configurations, **options)
         self._warned: set[str] = set()
 
     def __call__(
@@ -63,6 +66,8 @@ class Backend:
         if reason is None:
             try:
                 compiled = self._compile_gated(gm, config)
+            except ConfigError:
+                raise
             except Exception as error:
                 # A model that Inductor compiles must compile: a failure of ours is said and
                 # run around. Tests set STEPFX_STRICT.
@@ -81,21 +86,15 @@ class Backend:
         result = rewrite(gm, config)
         site: GateSite | None = result.notes.get("gate")
         if site is None:
+            problem = too_few_blocks(config, result.notes)
+            if problem is not None:
+                raise ConfigError(problem)
             return result.misses[0] if result.misses else "a pass that it needs is disabled"
-        fake_mode = recorded_fake_mode(gm)
-        count = lower(result.module, config, fake_mode)
-        log.info("%d artifacts, gate %s", count, site)
-        policy = Policy(
-            config.preset(),
-            config.batch,
-            config.taylor_order,
-            config.max_cached_steps,
-            config.max_continuous_cached_steps,
-        )
+        artifacts = Artifacts(config, recorded_fake_mode(gm))
+        arrangements = Arrangements(result.module, result.notes, config, artifacts)
+        log.info("%d artifacts, gate %s", len(artifacts), site)
         roles = _roles(result.notes["analysis"])
-        return GatedGraph(
-            result.module.forward, roles, policy, site.has_time, fingerprint(gm, config)
-        )
+        return GatedGraph(arrangements, roles, fingerprint(gm, config))
 
     def _warn(self, gm: fx.GraphModule, text: str) -> None:
         """Warn once a model: graphs of one model start in one file of its code."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepfx.gate import Gate, Policy
+from stepfx.arrangements import Arrangements
+from stepfx.gate import Gate
 from stepfx.requests import current_scope
 from stepfx.session import SESSIONS, Caller
 
@@ -34,33 +35,25 @@ class GatedGraph:
     graph again for other strides or another grad mode in the middle of a request.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        roles: InputRoles,
-        policy: Policy,
-        has_time: bool,
-        fingerprint: str,
-    ) -> None:
-        self._forward = forward
+    def __init__(self, arrangements: Arrangements, roles: InputRoles, fingerprint: str) -> None:
+        self._arrangements = arrangements
         self._identity = _picker(roles.identity)
         self._weights = _picker(roles.weights)
         self._conditioning = _picker(roles.conditioning)
         self._given = _picker(roles.given)
-        self._policy, self._has_time = policy, has_time
         self._fingerprint = fingerprint
 
     def __call__(self, *args: Any) -> Any:
         """Run one denoising step of whoever the inputs belong to."""
+        scope = current_scope()
+        arrangement = self._arrangements.of(scope)
         session = SESSIONS.of(self._identity(args))
         with session.lock:
             session.observe_weights(self._weights(args))
             shapes = [tensor.shape for tensor in self._given(args)]
-            caller = Caller(
-                current_scope(), (self._fingerprint, *shapes), self._conditioning(args)
-            )
-            gate = Gate(session, caller, self._policy, self._has_time)
-            return self._forward(gate, *args)
+            caller = Caller(scope, (self._fingerprint, *shapes), self._conditioning(args))
+            gate = Gate(session, caller, arrangement.plan)
+            return arrangement.forward(gate, *args)
 
 
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
