@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,9 @@ __all__ = ["Config", "ConfigError", "Preset", "StepfxWarning", "is_strict"]
 
 # Fixed when a model is compiled; all other options may change from call to call.
 COMPILE_TIME = ("inner", "compile_unit", "mode", "inductor", "dump", "disable")
+
+# What gates around single block lists share.
+SAME_FOR_LISTS = ("cache", "signal", "downsample_factor", "lists", "num_inference_steps")
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ class Config:
         if isinstance(self.lists, str) or number >= len(self.lists):
             return self
         own = dict(self.lists[number])
-        return replace(self, lists="apart").with_run_time(f"option 'lists'[{number}]", own)
+        check_run_time(f"option 'lists'[{number}]", own, SAME_FOR_LISTS)
+        return Config.build(replace(self, lists="apart"), **own)
 
     @property
     def lists_with_options(self) -> int:
@@ -242,17 +246,24 @@ class Config:
             )
 
 
-def check_run_time(where: str, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for an option that is unknown, bad, or fixed by compilation."""
+def check_run_time(
+    where: str, options: Mapping[str, Any], fixed: Iterable[str] = COMPILE_TIME
+) -> None:
+    """Raise `ConfigError` for an option that is unknown, bad, or one of the `fixed`."""
     for name, value in translate((), options).items():
-        if name not in CHECKS:
-            raise unknown_option(name, ALIASES)
+        try:
+            if name not in CHECKS:
+                raise unknown_option(name, ALIASES)
+            CHECKS[name](name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         if name in COMPILE_TIME:
             raise ConfigError(
                 f"{where}: option {name!r} is fixed when the model is compiled; give it to the "
                 "backend"
             )
-        CHECKS[name](name, value)
+        if name in fixed:
+            raise ConfigError(f"{where}: option {name!r} is the same for every block list")
 
 
 def _from_environment() -> dict[str, Any]:

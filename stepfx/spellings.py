@@ -277,6 +277,8 @@ def _mag(value: Any) -> Options:
         "max_continuous_cached_steps": value.max_skip_steps,
         "retention_ratio": value.retention_ratio,
         "magnitudes": [float(ratio) for ratio in value.mag_ratios],
+        # The object has spread its ratios over this many steps.
+        "num_inference_steps": value.num_inference_steps,
     }
 
 
