@@ -47,8 +47,9 @@ class Config:
         warmup_interval: during warm-up only every n-th step must be computed.
         max_cached_steps: most reused steps of a request and branch; None for no limit.
         max_continuous_cached_steps: most reused steps in a row; None for the method's own.
-        continuous_counter: "consecutive" counts reused steps in a row; "cache-dit" counts as
-            cache-dit 1.5 does (a computed step does not clear it, a gap does not raise it).
+        continuous_counter: "consecutive" counts reused steps in a row, as cache-dit 1.5.3;
+            "cache-dit" as it did up to August 2026 (a computed step does not clear the
+            counter, a reused one behind a gap does not raise it).
         max_accumulated_threshold: once the scores of a branch add up to this, every step is
             computed; None for no limit.
         force_refresh_step: before this step all that is kept is forgotten and warm-up starts

@@ -196,7 +196,7 @@ class Policy:
         if self.preset.score in ("accumulated", "magnitude"):
             state.accumulated = trial.score or 0.0
         state.magnitude = trial.magnitude
-        # cache-dit's counter: the first reused step of a request counts one, one behind a
+        # cache-dit's counter up to August 2026: the first reused step of a request counts one, one behind a
         # reused step counts one (two if the counter is 0), one behind a gap counts nothing.
         if state.reused == 0:
             state.runs += 1

@@ -155,12 +155,12 @@ CACHE_DIT: dict[str, object] = {
     ],
 )
 def test_schedules_of_cache_dit(options: dict[str, object], expected: str) -> None:
-    """What cache-dit 1.5 does on a constant input of 16 steps (DBCacheConfig)."""
+    """What cache-dit of August 2026 did on a constant input of 16 steps (DBCacheConfig)."""
     assert schedule(16, **{**CACHE_DIT, **options}) == expected
 
 
 def test_counters_of_reused_steps_in_a_row() -> None:
-    """cache-dit does not clear its counter at a step that the score computed."""
+    """cache-dit did not clear its counter at a step that the score computed."""
     jump = [0.0, 0.0, 0.0, 9.0]
     options = {**CACHE_DIT, "max_continuous_cached_steps": 3}
     assert schedule(16, changes=jump, **options) == "1001001000100010"
