@@ -196,8 +196,8 @@ class Policy:
         if self.preset.score in ("accumulated", "magnitude"):
             state.accumulated = trial.score or 0.0
         state.magnitude = trial.magnitude
-        # cache-dit's counter up to August 2026: the first reused step of a request counts one, one behind a
-        # reused step counts one (two if the counter is 0), one behind a gap counts nothing.
+        # cache-dit's counter up to August 2026: the first reused step of a request counts one,
+        # one behind a reused step one (two if the counter is 0), one behind a gap nothing.
         if state.reused == 0:
             state.runs += 1
         elif state.in_a_row:
