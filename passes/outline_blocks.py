@@ -23,7 +23,7 @@ from stepfx.passes.base import PassContext
 from stepfx.passes.graph_edit import copy_meta, extract
 from stepfx.patterns.analysis import analyse
 from stepfx.patterns.block_list import BlockKind, group_kinds
-from stepfx.patterns.program import Program, Span, is_tensor, value_of
+from stepfx.patterns.program import Program, Span, is_operation, is_tensor, value_of
 from stepfx.patterns.region import Miss, Region
 
 
@@ -51,13 +51,15 @@ class Outline:
     """Where the stages of an outer graph are.
 
     `boundaries[k]` lies before block k, the last one behind the last block; `origins` maps
-    outer nodes to the stream that they continue; `lists` are the first block of each list
-    and the block behind its last; `values` maps the program's nodes to outer ones.
+    outer nodes to the stream that they continue; `timestep` is the outer node that tells
+    denoising steps apart; `lists` are the first block of each list and the block behind its
+    last; `values` maps the program's nodes to outer ones.
     """
 
     blocks: tuple[fx.Node, ...]
     boundaries: tuple[Boundary, ...]
     origins: dict[fx.Node, int]
+    timestep: fx.Node | None
     lists: tuple[tuple[int, int], ...] = ()
     values: dict[fx.Node, fx.Node] = field(default_factory=dict, repr=False)
 
@@ -67,6 +69,7 @@ class Outline:
             tuple(env[node] for node in self.blocks),
             tuple(boundary.moved(env) for boundary in self.boundaries),
             {env[node]: origin for node, origin in self.origins.items()},
+            None if self.timestep is None else env[self.timestep],
             self.lists,
             {ours: env[node] for ours, node in self.values.items()},
         )
@@ -95,7 +98,8 @@ class OutlineBlocks:
         if isinstance(region, Miss):
             ctx.miss(region.reason)
             return 0
-        ctx.notes["outline"] = _Outliner(gm, region, stages).run()
+        timestep = analysis.inputs.timestep
+        ctx.notes["outline"] = _Outliner(gm, region, stages, timestep).run()
         return len(stages)
 
 
@@ -137,8 +141,15 @@ def _crossing_value(program: Program, stages: list[_Stage]) -> str | None:
 class _Outliner:
     """Builds the outer graph of one module."""
 
-    def __init__(self, gm: fx.GraphModule, region: Region, stages: list[_Stage]) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        region: Region,
+        stages: list[_Stage],
+        timestep: fx.Node | None,
+    ) -> None:
         self.gm, self.program, self.region = gm, region.program, region
+        self.timestep = timestep
         self.stages = stages
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
@@ -150,7 +161,8 @@ class _Outliner:
             if node.op in ("placeholder", "get_attr"):
                 self.env[node] = self.graph.node_copy(node)
                 self.env[node].meta = dict(node.meta)
-        kinds = group_kinds(self.program, [stage.span for stage in self.stages])
+        made = [n for n in (self.timestep,) if n is not None and is_operation(n)]
+        kinds = group_kinds(self.program, [stage.span for stage in self.stages], kept=made)
         kind_of = {member: kind for kind in kinds for member in kind.members}
         names = self._names(kinds)
         blocks = []
@@ -164,6 +176,7 @@ class _Outliner:
             tuple(blocks),
             tuple(self._boundaries()),
             self._origins(),
+            None if self.timestep is None else self.env[self.timestep],
             self._lists(),
             dict(self.env),
         )

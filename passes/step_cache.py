@@ -176,8 +176,7 @@ class _Inserter:
         self.gm, self.graph, self.outline, self.ctx = gm, gm.graph, outline, ctx
         self.options, self.signal = options, signal
         self.analysis: Analysis = ctx.notes["analysis"]
-        time = self.analysis.inputs.timestep
-        self.time = None if time is None else _placeholder(self.graph, time)
+        self.time = outline.timestep
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             self.gate = self.graph.placeholder("gate")
 

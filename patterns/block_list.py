@@ -16,7 +16,7 @@ tensors are of one kind.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -108,16 +108,20 @@ class BlockList:
 
 
 def group_kinds(
-    program: Program, spans: Sequence[Span], streams: set[fx.Node] | None = None
+    program: Program,
+    spans: Sequence[Span],
+    streams: Collection[fx.Node] = (),
+    kept: Collection[fx.Node] = (),
 ) -> tuple[BlockKind, ...]:
     """Sort spans by what they compute: labels, numbers, shapes and inner edges.
 
-    `streams` are the values to be named streams among the inputs.
+    `streams` are the values to be named streams among the inputs, `kept` operations whose
+    results are outputs though nothing behind their span reads them.
     """
     groups: dict[Any, list[int]] = {}
     for i, span in enumerate(spans):
         groups.setdefault(_structure(program, span), []).append(i)
-    kinds = [_kind(program, spans, members, streams or set()) for members in groups.values()]
+    kinds = [_kind(program, spans, members, streams, kept) for members in groups.values()]
     return tuple(sorted(kinds, key=lambda kind: -len(kind.members)))
 
 
@@ -137,7 +141,11 @@ def _structure(program: Program, span: Span) -> Any:
 
 
 def _kind(
-    program: Program, spans: Sequence[Span], members: list[int], streams: set[fx.Node]
+    program: Program,
+    spans: Sequence[Span],
+    members: list[int],
+    streams: Collection[fx.Node],
+    kept: Collection[fx.Node],
 ) -> BlockKind:
     mine = [spans[i] for i in members]
     slots: dict[tuple[fx.Node, ...], int] = {}
@@ -149,13 +157,17 @@ def _kind(
             nodes = tuple(program.edges[span.start + offset][edge] for span in mine)
             edge_slots[offset, edge] = slots.setdefault(nodes, len(slots))
     outputs = sorted(
-        {program.at(node) - span.start for span in mine for node in program.live_out(span)}
+        {
+            program.at(node) - span.start
+            for span in mine
+            for node in (*program.live_out(span), *(n for n in kept if program.at(n) in span))
+        }
     )
     kinds = tuple(Slot(_slot_kind(nodes, streams), nodes) for nodes in slots)
     return BlockKind(tuple(members), kinds, tuple(outputs), edge_slots)
 
 
-def _slot_kind(nodes: tuple[fx.Node, ...], streams: set[fx.Node]) -> SlotKind:
+def _slot_kind(nodes: tuple[fx.Node, ...], streams: Collection[fx.Node]) -> SlotKind:
     if all(is_static(node) for node in nodes):
         return "weight" if len(set(nodes)) > 1 or len(nodes) == 1 else "invariant"
     # In the first block a stream may come from where an invariant does.

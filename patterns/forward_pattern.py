@@ -18,6 +18,7 @@ from stepfx.patterns.block_list import BlockList
 from stepfx.patterns.inputs import Inputs
 from stepfx.patterns.operations import MATMULS
 from stepfx.patterns.program import Program, value_of
+from stepfx.patterns.storages import computed_from
 
 
 def forward_pattern(program: Program, blocks: BlockList, inputs: Inputs) -> int | None:
@@ -31,7 +32,7 @@ def forward_pattern(program: Program, blocks: BlockList, inputs: Inputs) -> int 
 
 def _reads_text(program: Program, blocks: BlockList, inputs: Inputs) -> bool:
     """Tell whether a sequence that ignores the latent is projected in every block."""
-    from_latent = program.reachable_from(list(inputs.latents))
+    from_latent = computed_from(program, inputs.latents)
     invariants = set(blocks.invariants()) - from_latent
     return any(
         node.target in MATMULS

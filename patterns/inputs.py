@@ -12,13 +12,12 @@ caller are conditioning; they tell CFG branches apart.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from stepfx.patterns.operations import MATMULS
+from stepfx.patterns.operations import LAYOUT, MATMULS, name_of
 from stepfx.patterns.program import (
     Program,
     is_operation,
@@ -31,40 +30,34 @@ from stepfx.patterns.program import (
 
 SINES = frozenset({torch.sin, "sin"})
 COSINES = frozenset({torch.cos, "cos"})
-# What may stand between the sinusoid and its projection: layout and dtype, no arithmetic.
-PASSES_THROUGH = frozenset(
-    {
-        operator.getitem,
-        torch.cat,
-        torch.concat,
-        torch.flatten,
-        torch.reshape,
-        torch.stack,
-        torch.unsqueeze,
-        "contiguous",
-        "expand",
-        "flatten",
-        "float",
-        "half",
-        "bfloat16",
-        "reshape",
-        "squeeze",
-        "to",
-        "type_as",
-        "unflatten",
-        "unsqueeze",
-        "view",
-    }
-)
+NUMBERS_TO_TENSORS = frozenset({"tensor", "as_tensor", "full"})
+# What may stand between the sinusoid and its projection besides changes of layout.
+PASSES_THROUGH = LAYOUT | {
+    "bfloat16",
+    "cat",
+    "concat",
+    "float",
+    "half",
+    "repeat",
+    "stack",
+    "to",
+    "type_as",
+}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The placeholders of a graph by meaning, each in placeholder order."""
+    """The placeholders of a graph by meaning, each in placeholder order.
+
+    `timestep` may be an operation: where the caller gives a Python number, the tensor made
+    of it. `clocks` are those of the conditioning that reach projected sinusoids too: a second
+    timestep (flow maps step from one time to another), guidance, picture sizes.
+    """
 
     timestep: fx.Node | None
     latents: tuple[fx.Node, ...]
     conditioning: tuple[fx.Node, ...]
+    clocks: tuple[fx.Node, ...]
     weights: tuple[fx.Node, ...]
     sizes: tuple[fx.Node, ...]  # SymInts of dynamic shapes and other non-tensors
 
@@ -74,20 +67,28 @@ def find_inputs(program: Program) -> Inputs:
     tensors = [n for n in program.placeholders if is_tensor(value_of(n))]
     weights = [n for n in tensors if is_static(n)]
     given = [n for n in tensors if n not in set(weights)]
-    timestep = find_timestep(program)
-    latents = find_latents(program, [n for n in given if n is not timestep])
-    used = {timestep, *latents}
+    times = find_times(program)
+    timestep = times[0] if times else None
+    latents = find_latents(program, [n for n in given if n not in times])
+    conditioning = [n for n in given if n is not timestep and n not in set(latents)]
     return Inputs(
         timestep,
         tuple(latents),
-        tuple(n for n in given if n not in used),
+        tuple(conditioning),
+        tuple(n for n in conditioning if n in times),
         tuple(weights),
         tuple(n for n in program.placeholders if n not in set(tensors)),
     )
 
 
-def find_timestep(program: Program) -> fx.Node | None:
-    """Return the first input that reaches a projected sinusoid."""
+def find_times(program: Program) -> list[fx.Node]:
+    """Return what reaches projected sinusoids, the timestep first.
+
+    They are inputs of the caller; where there is none, the one tensor that a Python number
+    became.
+    """
+    times: dict[fx.Node, None] = {}
+    made: fx.Node | None = None
     for node in program.nodes:
         if node.target not in SINES and node.target not in COSINES:
             continue
@@ -96,10 +97,15 @@ def find_timestep(program: Program) -> fx.Node | None:
             continue
         if not _is_projected(node):
             continue
-        for source in iter_ancestors(operand, _is_elementwise):
-            if source.op == "placeholder" and _is_given_tensor(source):
-                return source
-    return None
+        sources = list(iter_ancestors(operand, _is_elementwise))
+        inputs = [n for n in sources if n.op == "placeholder" and _is_given_tensor(n)]
+        if inputs:
+            times.setdefault(inputs[0])
+        elif made is None:
+            # Without such a tensor the phase of the sinusoid: proportional to the number.
+            numbers = (n for n in sources if name_of(n) in NUMBERS_TO_TENSORS)
+            made = next(numbers, operand)
+    return list(times) or ([made] if made is not None else [])
 
 
 def find_latents(program: Program, given: list[fx.Node]) -> list[fx.Node]:
@@ -119,12 +125,21 @@ def find_latents(program: Program, given: list[fx.Node]) -> list[fx.Node]:
     return sorted(latents, key=program.placeholders.index)
 
 
-def _difference(a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> int | None:
-    """Count the sizes that differ; None if the ranks do or more than one size does."""
+def _difference(
+    a: tuple[int, ...] | None, b: tuple[int, ...] | None
+) -> tuple[int, bool] | None:
+    """Count the sizes that differ, then ask whether it is another one than the channels.
+
+    None if the ranks differ or more than one size does. Channels are the second size of
+    images and videos, the last of sequences.
+    """
     if a is None or b is None or len(a) != len(b) or len(a) < 2:
         return None
-    count = sum(x != y for x, y in zip(a, b, strict=True))
-    return count if count <= 1 else None
+    places = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+    if len(places) > 1:
+        return None
+    channels = 1 if len(a) > 3 else len(a) - 1
+    return len(places), bool(places) and places[0] != channels
 
 
 def _has_twin(node: fx.Node, operand: fx.Node) -> bool:
@@ -142,7 +157,7 @@ def _is_projected(node: fx.Node) -> bool:
                 operands = user.all_input_nodes
                 if operands[0] is current and any(is_static(n) for n in operands[1:]):
                     return True
-            elif user.target in PASSES_THROUGH and user not in seen:
+            elif name_of(user) in PASSES_THROUGH and user not in seen:
                 seen.add(user)
                 queue.append(user)
     return False

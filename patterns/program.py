@@ -8,6 +8,7 @@ comparing numbers. Nothing here reads a name of a module, attribute or variable.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def is_tensor(value: object) -> bool:
 
 
 def is_static(node: fx.Node) -> bool:
-    """Tell whether a placeholder is a parameter, a buffer or an attribute of a module.
+    """Tell whether a placeholder is a parameter, buffer or attribute of a module, or a global.
 
     Such a tensor belongs to the model; every other placeholder comes from the caller.
     """
@@ -102,9 +103,12 @@ def is_static(node: fx.Node) -> bool:
     guard_source = getattr(source, "guard_source", None)
     if callable(guard_source):  # a method up to torch 2.11, a property later
         guard_source = guard_source()
-    # Private: GuardSource says whether a value was reached through an nn.Module.
+    # Private: GuardSource says whether a value was reached through an nn.Module or is a
+    # global of the model's code.
     is_module = getattr(guard_source, "is_unspecialized_nn_module", None)
-    return bool(is_module is not None and is_module())
+    if is_module is not None and is_module():
+        return True
+    return getattr(guard_source, "name", "").startswith("GLOBAL")
 
 
 def is_registered(node: fx.Node) -> bool:
@@ -178,17 +182,6 @@ class Program:
         used = {s for n in nodes if is_tensor(value_of(n)) for s in free_symbols(value_of(n))}
         return [node for symbol, node in sizes.items() if symbol in used]
 
-    def reachable_from(self, sources: list[fx.Node]) -> set[fx.Node]:
-        """Return `sources` and every node that depends on one of them."""
-        seen = set(sources)
-        queue = list(sources)
-        while queue:
-            for user in queue.pop().users:
-                if user not in seen:
-                    seen.add(user)
-                    queue.append(user)
-        return seen
-
     def _last_use(self, node: fx.Node) -> int:
         return max((self.at(user) for user in node.users), default=-1)
 
@@ -204,7 +197,7 @@ class Program:
             )
             key = (
                 node.op,
-                node.target,
+                _callee(node.target),
                 skeleton,
                 self._index(node),
                 _value_kind(value_of(node)),
@@ -223,6 +216,16 @@ class Program:
         if isinstance(index, int) and isinstance(owner, fx.Node):
             return None if is_tensor(value_of(owner)) else index
         return None
+
+
+def _callee(target: Any) -> Any:
+    """Return what is equal for two calls of the same thing.
+
+    Dynamo wraps NumPy's functions in a new object at each call (2.11 to 2.13), whose repr
+    names the function.
+    """
+    plain = isinstance(target, str) or hasattr(target, "__self__") or inspect.isroutine(target)
+    return target if plain else (type(target), repr(target))
 
 
 def _symbol(node: fx.Node) -> Any:

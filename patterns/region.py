@@ -20,6 +20,7 @@ from stepfx.patterns.block_list import BlockList
 from stepfx.patterns.inputs import Inputs
 from stepfx.patterns.operations import activates_tokens, is_matmul, mixes_tokens
 from stepfx.patterns.program import Program, Span, shape_of, value_of
+from stepfx.patterns.storages import computed_from
 
 MIN_BLOCKS = 3
 
@@ -131,7 +132,9 @@ def find_region(
     """
     if not lists:
         return Miss("no repeated blocks were found in the graph")
-    reached = program.reachable_from(list(inputs.latents))
+    reached = computed_from(program, inputs.latents)
+    if not any(s.entry in reached for blocks in lists for s in blocks.streams):
+        reached = set()  # a latent that no block sees is none
     if chosen is not None:
         unknown = [number for number in chosen if not 0 <= number < len(lists)]
         if unknown:
@@ -142,8 +145,6 @@ def find_region(
         members = tuple(lists[number] for number in sorted(set(chosen)))
     else:
         members = _automatic(program, lists, reached)
-        if not members:
-            return Miss("no block list carries a tensor that is computed from the latent")
     count = sum(len(blocks) for blocks in members)
     if count < MIN_BLOCKS:
         return Miss(f"the main stack has {count} blocks; a gate needs at least {MIN_BLOCKS}")

@@ -125,13 +125,35 @@ def _live(program: Program, cut: int, period: int) -> int:
 
 def _list_of(program: Program, spans: list[Span], width: int, period: int) -> BlockList:
     """Return a list of spans, with the `width` tensors that enter and leave each."""
-    inputs = [_entering(program, span, period, width) for span in spans]
+    # What enters is plain to see in the last block of a kind; in the first, what was made
+    # last may be a mask. The others read at the same places.
+    last = {_labels_of(program, span): span for span in spans}
+    entering = {key: _entering(program, span, period, width) for key, span in last.items()}
+    inputs = []
+    for span in spans:
+        key = _labels_of(program, span)
+        inputs.append([_counterpart(program, n, last[key], span) for n in entering[key]])
     outputs = [_leaving(program, s, values) for s, values in zip(spans, inputs, strict=True)]
     streams = tuple(
         Stream(tuple(values[i] for values in inputs), tuple(values[i] for values in outputs))
         for i in range(width)
     )
     return BlockList(program, tuple(spans), streams)
+
+
+def _labels_of(program: Program, span: Span) -> bytes:
+    return program.labels[span.start : span.stop].tobytes()
+
+
+def _counterpart(
+    program: Program, node: fx.Node | None, template: Span, span: Span
+) -> fx.Node | None:
+    """Return what `span` reads where its twin `template` reads `node`."""
+    for offset in range(len(template)):
+        edges = program.edges[template.start + offset]
+        if node in edges:
+            return program.edges[span.start + offset][edges.index(node)]
+    return None
 
 
 def _entering(program: Program, span: Span, period: int, width: int) -> list[fx.Node | None]:

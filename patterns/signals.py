@@ -16,7 +16,7 @@ from torch import fx
 from stepfx.patterns.operations import is_matmul
 from stepfx.patterns.program import Program, is_static, is_tensor, value_of
 from stepfx.patterns.region import Region
-from stepfx.patterns.storages import written_by
+from stepfx.patterns.storages import computed_from, written_by
 
 
 def modulated_input(program: Program, region: Region) -> fx.Node | None:
@@ -40,8 +40,8 @@ def modulated_input(program: Program, region: Region) -> fx.Node | None:
 def timestep_embedding(program: Program, timestep: fx.Node) -> fx.Node | None:
     """Return the embedding of the timestep, computed from nothing else of the caller's."""
     given = [n for n in program.placeholders if is_tensor(value_of(n)) and not is_static(n)]
-    others = program.reachable_from([node for node in given if node is not timestep])
-    own = program.reachable_from([timestep]) - others
+    others = computed_from(program, [node for node in given if node is not timestep])
+    own = computed_from(program, [timestep]) - others
     first: fx.Node | None = None
     behind: set[fx.Node] = set()
     for node in program.nodes:
@@ -49,7 +49,7 @@ def timestep_embedding(program: Program, timestep: fx.Node) -> fx.Node | None:
         if node not in own or not is_matmul(node) or operands[0] not in own:
             continue
         if first is None:
-            first, behind = node, program.reachable_from([node])
+            first, behind = node, computed_from(program, [node])
         elif operands[0] in behind:
             return node
     return first

@@ -8,6 +8,7 @@ tell what a write may change.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -26,6 +27,23 @@ IN_PLACE_OPERATORS = frozenset(
         operator.setitem,
     }
 )
+
+
+def computed_from(program: Program, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return `sources` and every node that depends on one of them, through writes too.
+
+    `y[index] = x` has no users: who reads y, or a view of it, afterwards depends on x.
+    """
+    storages = Storages(program.graph)
+    seen = set(sources)
+    for node in program.nodes:
+        if seen.isdisjoint(node.all_input_nodes):
+            continue
+        seen.add(node)
+        written = written_by(node)
+        if written is not None:
+            seen.update(storages.of(written))
+    return seen
 
 
 class Storages:
@@ -53,6 +71,9 @@ class Storages:
 def _key(node: fx.Node) -> int | None:
     value = value_of(node)
     if not is_tensor(value) or value.layout is not torch.strided:
+        return None
+    # Private: a tensor inside torch.vmap has no storage of its own (torch 2.11 to 2.13).
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
         return None
     # Private: `_cdata`, the address of the storage object (torch 2.11 to 2.13); the public
     # `data_ptr` is refused by fake tensors.

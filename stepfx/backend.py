@@ -155,11 +155,13 @@ def _roles(analysis: Analysis) -> InputRoles:
     # What belongs to the module but is no weight (a rotary table, a float) is compared like
     # conditioning: by object, else by value.
     attributes = [n for n in inputs.weights if n not in registered]
+    steady = [n for n in inputs.conditioning if n not in inputs.clocks]
     weights = tuple(position[n] for n in inputs.weights if n in registered)
     return InputRoles(
         identity=tuple(position[n] for n in of_blocks) or weights,
         weights=weights,
-        conditioning=tuple(position[n] for n in (*inputs.conditioning, *attributes)),
+        conditioning=tuple(position[n] for n in (*steady, *attributes)),
+        clocks=tuple(position[n] for n in inputs.clocks),
         given=tuple(position[n] for n in given),
     )
 

@@ -120,6 +120,7 @@ class Branch:
     name: str
     signature: object
     conditioning: Conditioning | None
+    clocks: Conditioning | None = None
     gates: list[GateState] = field(default_factory=lambda: [GateState()])
     layout: object = None
     origin: int = 0
@@ -205,7 +206,7 @@ class Request:
         """Drop the tensors that the branches keep."""
         for branch in self.branches:
             branch.kept = None
-            branch.conditioning = None
+            branch.conditioning = branch.clocks = None
 
     def observe(self, time: float) -> None:
         """Learn from a step in which direction time runs."""

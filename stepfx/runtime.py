@@ -18,13 +18,14 @@ class InputRoles:
     """Positions of a graph's inputs by what they mean.
 
     `identity` are the weights whose objects tell one model from another, `weights` all that
-    belongs to the model, `conditioning` what tells branches apart, `given` every tensor of
-    the caller.
+    belongs to the model, `conditioning` what tells branches apart, `clocks` what may tell
+    them apart or move from step to step, `given` every tensor of the caller.
     """
 
     identity: tuple[int, ...]
     weights: tuple[int, ...]
     conditioning: tuple[int, ...]
+    clocks: tuple[int, ...]
     given: tuple[int, ...]
 
 
@@ -40,6 +41,7 @@ class GatedGraph:
         self._identity = _picker(roles.identity)
         self._weights = _picker(roles.weights)
         self._conditioning = _picker(roles.conditioning)
+        self._clocks = _picker(roles.clocks)
         self._given = _picker(roles.given)
         self._fingerprint = fingerprint
 
@@ -51,7 +53,12 @@ class GatedGraph:
         with session.lock:
             session.observe_weights(self._weights(args))
             shapes = [tensor.shape for tensor in self._given(args)]
-            caller = Caller(scope, (self._fingerprint, *shapes), self._conditioning(args))
+            caller = Caller(
+                scope,
+                (self._fingerprint, *shapes),
+                self._conditioning(args),
+                self._clocks(args),
+            )
             gate = Gate(session, caller, arrangement.plan)
             return arrangement.forward(gate, *args)
 

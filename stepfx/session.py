@@ -31,11 +31,16 @@ MAX_FINISHED = 64  # requests whose statistics are remembered for a model
 
 @dataclass(frozen=True)
 class Caller:
-    """What a call shows of who is calling."""
+    """What a call shows of who is calling.
+
+    `conditioning` tells branches apart. `clocks` (guidance, picture sizes, a second
+    timestep) do where they stand still, and say nothing where they move.
+    """
 
     scope: Scope | None
     signature: object
     conditioning: Sequence[torch.Tensor]
+    clocks: Sequence[torch.Tensor] = ()
 
 
 class Session:
@@ -80,6 +85,7 @@ class Session:
         if request is None:
             return None, None
         name = caller.scope.branch if caller.scope else None
+        moved: list[Branch] = []
         for branch in reversed(request.branches):
             if name is not None:
                 if branch.name == name:
@@ -91,13 +97,26 @@ class Session:
                 and branch.conditioning is not None
                 and branch.conditioning.matches(caller.conditioning)
             ):
-                return request, branch
-        return request, None
+                if branch.clocks is None or branch.clocks.matches(caller.clocks):
+                    return request, branch
+                moved.append(branch)
+        if len(moved) > 1:
+            self.warn_once(
+                "CFG branches that differ only in inputs that move from step to step cannot "
+                "be told apart, so they are computed in full; name them with "
+                "stepfx.request(branch=...)"
+            )
+        return request, moved[0] if len(moved) == 1 else None
 
     def settle(
         self, caller: Caller, request: Request | None, branch: Branch | None, time: float
     ) -> Branch:
         """Return the branch that the step at `time` belongs to, opening what is new."""
+        if branch is not None and branch.clocks and not branch.clocks.matches(caller.clocks):
+            if time == branch.last_time:
+                branch = None
+            else:
+                branch.clocks = Conditioning.of(caller.clocks)
         if request is None or not self._continues(caller, request, branch, time):
             forced = 2 if self._repeats(request, branch, time) else 1
             request, branch = self._open(caller, forced), None
@@ -172,10 +191,11 @@ class Session:
             given or f"branch {len(request.branches) + 1}",
             caller.signature,
             None if given else Conditioning.of(caller.conditioning),
+            None if given or not caller.clocks else Conditioning.of(caller.clocks),
         )
         request.branches.append(branch)
         for old in request.branches[:-MAX_BRANCHES]:
-            old.kept = old.conditioning = None
+            old.kept = old.conditioning = old.clocks = None
         return branch
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stepfx
+from stepfx.config import StepfxWarning
 from stepfx.requests import Branch, Conditioning, current_scope
 from stepfx.session import MAX_BRANCHES, Caller, Session, Sessions
 
@@ -168,3 +169,35 @@ def test_requests_in_a_row_never_share(runs: list[tuple[list[int], bool]]) -> No
             _, usable = step(session, float(time), conditioning)
             assert not (i == 0 and usable)
         last = ordered
+
+
+class TestClocks:
+    """Inputs that tell branches apart where they stand still, and may move."""
+
+    @staticmethod
+    def step(session: Session, t: float, clock: float) -> tuple[Branch, bool]:
+        caller = Caller(None, "shape", [A], [torch.tensor([clock])])
+        request, branch = session.candidate(caller)
+        settled = session.settle(caller, request, branch, t)
+        settled.record(t, True, None)
+        return settled, settled is branch
+
+    def test_a_second_timestep_that_moves_is_one_branch(self) -> None:
+        session = Session()
+        branches = [self.step(session, t, t - 0.1)[0] for t in (1.0, 0.9, 0.8)]
+        assert branches[0] is branches[1] is branches[2]
+
+    def test_two_guidances_in_turn_are_two_branches(self) -> None:
+        session = Session()
+        found = [self.step(session, t, g)[0] for t in (1.0, 0.9, 0.8) for g in (1.0, 5.0)]
+        assert found[0] is found[2] is found[4]
+        assert found[1] is found[3] is found[5]
+        assert found[0] is not found[1]
+
+    def test_branches_that_differ_in_moving_clocks_alone_are_computed(self) -> None:
+        session = Session()
+        for g in (0.0, 5.0):
+            self.step(session, 1.0, 0.9 + g)
+        with pytest.warns(StepfxWarning, match="differ only in inputs that move"):
+            _, known = self.step(session, 0.9, 0.8)
+        assert not known
