@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepfx.backend import Backend, rewrite, why_not_gated
+from stepfx.backend import Backend, rewrite, why_not_gated, why_not_this_part
 from stepfx.config import Config
+from stepfx.frames import part_of
 from stepfx.pipeline import PipelineResult
 from stepfx.report import Report, report_of
 from stepfx.requests import Branch, Request
@@ -77,8 +78,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     results: list[PipelineResult | str] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        reason = why_not_gated(gm, inputs)
         result = rewrite(gm, config)
+        reason = why_not_gated(inputs) or why_not_this_part(part_of(gm), result)
         results.append(result)
         if reason is not None:
             result.notes.pop("gate", None)

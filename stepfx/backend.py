@@ -7,7 +7,9 @@ import hashlib
 import logging
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,16 +19,38 @@ from stepfx.arrangements import Arrangements, too_few_blocks
 from stepfx.config import Config, is_strict
 from stepfx.dump import Dump
 from stepfx.errors import ConfigError, StepfxWarning
+from stepfx.frames import Part, part_of
 from stepfx.lowering import Artifacts, compile_graph
 from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
-from stepfx.patterns.program import is_registered, is_tensor, value_of
+from stepfx.patterns.inputs import find_times
+from stepfx.patterns.program import (
+    Program,
+    is_registered,
+    is_static,
+    is_tensor,
+    traced_shape,
+    value_of,
+)
 from stepfx.patterns.region import Region
 from stepfx.pipeline import PipelineResult, default_pipeline, recorded_fake_mode, run_pipeline
 from stepfx.printer import format_graph
-from stepfx.runtime import GatedGraph, InputRoles
+from stepfx.runtime import GatedGraph, InputRoles, ObservedGraph
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Broken:
+    """What became of the graphs of a model that Dynamo breaks."""
+
+    reasons: list[str] = field(default_factory=list)
+    is_gated: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether one graph was seen so far."""
+        return len(self.reasons) == 1
 
 
 class Backend:
@@ -47,6 +71,8 @@ class Backend:
     def __init__(self, *configurations: Any, **options: Any) -> None:
         self.config = Config.build(None, *configurations, **options)
         self._warned: set[str] = set()
+        self._broken: weakref.WeakKeyDictionary[torch.nn.Module, _Broken]
+        self._broken = weakref.WeakKeyDictionary()
 
     def __call__(
         self,
@@ -62,10 +88,11 @@ class Backend:
             config = Config.build(config, **{"mode": mode, **(options or {})})
         if config.cache is None:
             return compile_graph(gm, example_inputs, config)
-        reason = why_not_gated(gm, example_inputs)
+        reason = why_not_gated(example_inputs)
+        part = part_of(gm)
         if reason is None:
             try:
-                compiled = self._compile_gated(gm, config)
+                compiled = self._compile_gated(gm, config, part)
             except ConfigError:
                 raise
             except Exception as error:
@@ -78,23 +105,53 @@ class Backend:
             if callable(compiled):
                 return compiled
             reason = compiled
-        self._warn(gm, f"the model runs without a step cache: {reason}")
-        return compile_graph(gm, example_inputs, config)
+        compiled = compile_graph(gm, example_inputs, config)
+        text = f"the model runs without a step cache: {reason}"
+        if part.model is None or part.is_whole:
+            self._warn(gm, text)
+            return compiled
+        # The blocks may be in a graph that follows, so it is too early for a warning; and
+        # that graph needs to know the inputs of this one.
+        log.info("a part of %s: %s", type(part.model).__name__, text)
+        broken = self._broken.setdefault(part.model, _Broken())
+        broken.reasons.append(reason)
+        on_repeat = functools.partial(self._judge, gm, broken) if broken.is_first else None
+        code = None if part.called_from else part.code
+        is_first = not part.is_resumed
+        return ObservedGraph(compiled, code, *_observed(gm), is_first, on_repeat)
 
-    def _compile_gated(self, gm: fx.GraphModule, config: Config) -> Callable[..., Any] | str:
+    def _judge(self, gm: fx.GraphModule, broken: _Broken) -> None:
+        """Warn of a broken model whose first call has found nothing to gate."""
+        if not broken.is_gated:
+            reason = min(broken.reasons, key=lambda r: "no repeated blocks" in r)
+            self._warn(gm, f"the model runs without a step cache: {reason}")
+
+    def _compile_gated(
+        self, gm: fx.GraphModule, config: Config, part: Part
+    ) -> Callable[..., Any] | str:
         """Return the gated graph, or why there is none."""
         result = rewrite(gm, config)
+        reason = why_not_this_part(part, result)
         site: GateSite | None = result.notes.get("gate")
-        if site is None:
+        if site is None and reason is None:
             problem = too_few_blocks(config, result.notes)
             if problem is not None:
                 raise ConfigError(problem)
-            return result.misses[0] if result.misses else "a pass that it needs is disabled"
+        if site is None or reason is not None:
+            misses = result.misses or ["a pass that it needs is disabled"]
+            return reason or misses[0]
+        if not part.is_whole and part.model is not None:
+            self._broken.setdefault(part.model, _Broken()).is_gated = True
         artifacts = Artifacts(config, recorded_fake_mode(gm))
         arrangements = Arrangements(result.module, result.notes, config, artifacts)
         log.info("%d artifacts, gate %s", len(artifacts), site)
-        roles = _roles(result.notes["analysis"])
-        return GatedGraph(arrangements, roles, fingerprint(gm, config))
+        return GatedGraph(
+            arrangements,
+            _roles(result.notes["analysis"]),
+            fingerprint(gm, config),
+            None if part.is_whole else part.code,
+            not part.is_resumed,
+        )
 
     def _warn(self, gm: fx.GraphModule, text: str) -> None:
         """Warn once a model: graphs of one model start in one file of its code."""
@@ -118,24 +175,52 @@ def fingerprint(gm: fx.GraphModule, config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def why_not_gated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
+def why_not_gated(example_inputs: Sequence[Any]) -> str | None:
     """Return what about the call itself forbids a gate, or None."""
     if torch.is_grad_enabled() and any(
         is_tensor(value) and value.requires_grad for value in example_inputs
     ):
         return "grad mode is on; call it under torch.no_grad() or torch.inference_mode()"
-    # Private: Dynamo says on the module why the graph ends where it does (2.11 to 2.13).
-    ending = getattr(gm, "compile_subgraph_reason", None)
-    if ending is None:
-        return None
-    frames = ending.user_stack
-    if any(frame.name.startswith("torch_dynamo_resume_in_") for frame in frames):
-        return "it is a part of a model behind a graph break"
-    if ending.graph_break:
-        place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        what = str(ending.reason).strip().splitlines()[0]
-        return f"a graph break{place} splits it ({what})"
     return None
+
+
+def why_not_this_part(part: Part, result: PipelineResult) -> str | None:
+    """Return why a graph that is a part of its model is not the one to gate, or None.
+
+    The main stack is in it if its blocks hold at least as many weights as all of the model
+    that is outside the graph. A refiner of the prompt in front of a break is not it.
+    """
+    analysis: Analysis | None = result.notes.get("analysis")
+    if part.is_whole or analysis is None:
+        return None
+    region = analysis.region
+    if isinstance(region, Region) and part.model is not None:
+        registered = [n for n in analysis.program.placeholders if is_registered(n)]
+        # A table that is looked up does no work, however large it is.
+        tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        total = sum(
+            weight.numel()
+            for module in part.model.modules()
+            if not isinstance(module, tables)
+            for weight in module.parameters(recurse=False)
+        )
+        outside = total - sum(value_of(node).numel() for node in registered)
+        blocks = {n for n in analysis.program.live_in(region.span) if n in set(registered)}
+        if sum(value_of(node).numel() for node in blocks) >= outside:
+            return None
+    if isinstance(region, Region):
+        return f"its main blocks are not in one graph: {part}"
+    return f"{region.reason}: {part}"
+
+
+def _observed(gm: fx.GraphModule) -> tuple[int | None, tuple[int, ...]]:
+    """Return the positions of the timestep and of all other tensors of the caller."""
+    program = Program(gm.graph)
+    position = {n: i for i, n in enumerate(program.placeholders)}
+    times = find_times(program)
+    time = position.get(times[0]) if times else None
+    given = [i for n, i in position.items() if is_tensor(value_of(n)) and not is_static(n)]
+    return time, tuple(i for i in given if i != time)
 
 
 def _roles(analysis: Analysis) -> InputRoles:
@@ -151,6 +236,7 @@ def _roles(analysis: Analysis) -> InputRoles:
         for node in slot.nodes
         if node in registered
     }
+    outputs = analysis.program.output.all_input_nodes
     given = [n for n in position if is_tensor(value_of(n)) and n not in set(inputs.weights)]
     # What belongs to the module but is no weight (a rotary table, a float) is compared like
     # conditioning: by object, else by value.
@@ -163,6 +249,7 @@ def _roles(analysis: Analysis) -> InputRoles:
         conditioning=tuple(position[n] for n in (*steady, *attributes)),
         clocks=tuple(position[n] for n in inputs.clocks),
         given=tuple(position[n] for n in given),
+        outputs=tuple(shape for n in outputs if len(shape := traced_shape(n) or ()) > 1),
     )
 
 

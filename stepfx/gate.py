@@ -46,8 +46,17 @@ class Plan:
 class Gate:
     """The decisions of one call and what follows from them."""
 
-    def __init__(self, session: Session, caller: Caller, plan: Plan) -> None:
+    def __init__(
+        self,
+        session: Session,
+        caller: Caller,
+        plan: Plan,
+        outer_time: torch.Tensor | None = None,
+    ) -> None:
         self.session, self.caller, self.plan = session, caller, plan
+        # Behind a graph break the timestep is an input of the graph before it.
+        self.outer_time = None if plan.has_time else outer_time
+        self.has_time = plan.has_time or outer_time is not None
         self.request: Request | None = None
         self.branch: Branch | None = None
         self.time = 0.0
@@ -57,7 +66,7 @@ class Gate:
     @property
     def is_blind(self) -> bool:
         """Without a timestep and without `stepfx.request` requests cannot be told apart."""
-        return not self.plan.has_time and self.caller.scope is None
+        return not self.has_time and self.caller.scope is None
 
     def decide(
         self,
@@ -91,7 +100,7 @@ class Gate:
         change, sound = 0.0, True
         times = (time,) if first and time is not None else ()
         if trial.verdict is Verdict.COMPUTE:
-            now = read_time(time, branch) if first else self.time
+            now = self._read_time(time, branch) if first else self.time
         else:
             assert branch is not None and state is not None and state.kept is not None
             if trial.verdict is Verdict.ASK and score is not None:
@@ -99,7 +108,10 @@ class Gate:
                 values = score(*seen, *kept.signals, kept.ok, *times, *sizes)[0].tolist()
             else:
                 values = _read(times, state.kept.ok)
-            now = values.pop(0) if times else (float(branch.step) if first else self.time)
+            if times:
+                now = values.pop(0)
+            else:
+                now = self._read_time(None, branch) if first else self.time
             sound, values = bool(values[0]), values[1:]
             if values:
                 half, signals = len(values) // 2, self.plan.signals[number]
@@ -123,6 +135,9 @@ class Gate:
             trial = policy.judge_magnitude(trial, state, self.request, self.branch, now)
         self._trials.append(trial)
         return not trial.close or state.kept is None
+
+    def _read_time(self, time: torch.Tensor | None, branch: Branch | None) -> float:
+        return read_time(self.outer_time if time is None else time, branch)
 
     def _settle(self, request: Request | None, branch: Branch | None, now: float) -> None:
         self.branch = self.session.settle(self.caller, request, branch, now)
