@@ -179,6 +179,12 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(str(item).strip() for item in value if str(item).strip())
 
 
+def _name(name: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"option {name!r} must be the name of a pass, or None, not {value!r}")
+    return value
+
+
 def _one_of(*allowed: Any) -> Any:
     return lambda name, value: _choice(name, value, allowed)
 
@@ -221,4 +227,5 @@ CHECKS: dict[str, Any] = {
     "inductor": _mapping,
     "dump": _folder,
     "disable": _names,
+    "stop_after": _name,
 }

@@ -24,7 +24,7 @@ from stepfx.spellings import ALIASES, translate
 __all__ = ["Config", "ConfigError", "Preset", "StepfxWarning", "is_strict"]
 
 # Fixed when a model is compiled; all other options may change from call to call.
-COMPILE_TIME = ("inner", "compile_unit", "mode", "inductor", "dump", "disable")
+COMPILE_TIME = ("inner", "compile_unit", "mode", "inductor", "dump", "disable", "stop_after")
 
 # What gates around single block lists share.
 SAME_FOR_LISTS = ("cache", "signal", "downsample_factor", "lists", "num_inference_steps")
@@ -78,6 +78,7 @@ class Config:
         inductor: Inductor settings by name.
         dump: folder for the text of every graph after every pass.
         disable: passes to leave out.
+        stop_after: the last pass to run; what it leaves is compiled without the passes behind.
     """
 
     cache: str | None = "fbcache"
@@ -113,6 +114,7 @@ class Config:
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: Path | None = None
     disable: tuple[str, ...] = ()
+    stop_after: str | None = None
 
     @classmethod
     def build(cls, base: Config | None = None, /, *given: Any, **options: Any) -> Config:
@@ -281,9 +283,22 @@ def _from_environment() -> dict[str, Any]:
         options.setdefault("dump", os.environ["STEPFX_DUMP"])
     if os.environ.get("STEPFX_DISABLE"):
         options.setdefault("disable", os.environ["STEPFX_DISABLE"].split(","))
+    if os.environ.get("STEPFX_STOP_AFTER"):
+        options.setdefault("stop_after", os.environ["STEPFX_STOP_AFTER"])
     return options
 
 
 def is_strict() -> bool:
     """Tell whether a failure inside stepfx is raised instead of run around (tests do)."""
     return os.environ.get("STEPFX_STRICT", "") not in ("", "0")
+
+
+def shows_progress() -> bool:
+    """Tell whether bars may be drawn (STEPFX_PROGRESS=0 forbids it)."""
+    return os.environ.get("STEPFX_PROGRESS", "1") not in ("", "0")
+
+
+def stepfx_variables() -> dict[str, str]:
+    """Return the variables of the environment that speak to stepfx."""
+    found = {k: v for k, v in os.environ.items() if k.startswith("STEPFX_")}
+    return dict(sorted(found.items()))

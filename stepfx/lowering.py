@@ -17,7 +17,8 @@ from torch import fx
 from stepfx.config import Config
 from stepfx.passes.graph_edit import called_module, inline
 from stepfx.patterns.program import is_tensor, value_of
-from stepfx.printer import format_graph
+from stepfx.printer import format_graph, graph_modules
+from stepfx.progress import counting, step
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +84,31 @@ class Artifacts:
 
     def _compile(self, gm: fx.GraphModule) -> Artifact:
         log.info("compiling %s with %s", type(gm).__name__, self.config.inner)
+        step(type(gm).__name__)
         with _own_tracing_context(self.fake_mode):
             return compile_graph(gm, _example_inputs(gm, self.fake_mode), self.config)
 
 
 def lower(outer: fx.GraphModule, artifacts: Artifacts) -> None:
     """Replace every graph module below `outer` by its artifact."""
+    # A graph that a request asks for calls what is there already: nothing to wait for.
+    count = 0 if artifacts.is_complete else _count_parts(outer, artifacts.config)
+    with counting("compiling part", count):
+        _lower(outer, artifacts)
+
+
+def _count_parts(outer: fx.GraphModule, config: Config) -> int:
+    """Return how many artifacts there will be."""
+    parts = [m for m in graph_modules(outer).values() if m is not outer]
+    if config.compile_unit == "region":
+        direct = map(outer.get_submodule, _called_modules(outer))
+        parts = [m for m in direct if isinstance(m, fx.GraphModule)]
+    else:
+        parts = [m for m in parts if not _calls_modules(m)]
+    return len({m for m in parts if not m.meta.get("run_as_is")})
+
+
+def _lower(outer: fx.GraphModule, artifacts: Artifacts) -> None:
     for name in _called_modules(outer):
         module = outer.get_submodule(name)
         assert isinstance(module, fx.GraphModule)
@@ -104,6 +124,15 @@ def lower(outer: fx.GraphModule, artifacts: Artifacts) -> None:
             _replace(outer, name, artifacts.of_gate(module))
         else:
             _replace(outer, name, artifacts.of_stage(module))
+
+
+def compile_parts(gm: fx.GraphModule, artifacts: Artifacts) -> Artifact:
+    """Compile a graph without a gate: its stages, or the whole if it has none."""
+    if _calls_modules(gm):
+        lower(gm, artifacts)
+        forward: Artifact = gm.forward
+        return forward
+    return artifacts.of_stage(gm)
 
 
 def _own_tracing_context(fake_mode: Any) -> Any:
