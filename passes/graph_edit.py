@@ -18,6 +18,18 @@ def copy_meta(source: fx.Node, target: fx.Node) -> None:
             target.meta[key] = source.meta[key]
 
 
+def copy_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """Copy a module's graph; return it and where each node went. Submodules are shared."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].meta = dict(node.meta)
+    copied = fx.GraphModule(gm, graph)
+    copied.meta = dict(gm.meta)
+    return copied, env
+
+
 def extract(
     root: fx.GraphModule,
     program: Program,
@@ -57,6 +69,29 @@ def extract(
         copied.meta = dict(node.meta)
         env[node] = copied
     graph.output(tuple(env[node] for node in outputs))
+    graph.lint()
+    return fx.GraphModule(root, graph, class_name=name)
+
+
+def extract_cone(
+    root: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    output: fx.Node,
+    name: str,
+) -> fx.GraphModule:
+    """Return `nodes`, in order, as a module from `inputs` to the one value `output`."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        copy_meta(node, env[node])
+    for node in nodes:
+        env[node] = graph.node_copy(
+            node, lambda n: _constant(graph, env, n) if n.op == "get_attr" else env[n]
+        )
+        env[node].meta = dict(node.meta)
+    graph.output((env[output],))
     graph.lint()
     return fx.GraphModule(root, graph, class_name=name)
 

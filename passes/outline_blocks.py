@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import fx
@@ -38,6 +38,13 @@ class Boundary:
     streams: dict[int, fx.Node]
     watched: dict[int, tuple[fx.Node, fx.Node]]
 
+    def moved(self, env: dict[fx.Node, fx.Node]) -> Boundary:
+        """Return the boundary in a copy of the graph."""
+        return Boundary(
+            {origin: env[node] for origin, node in self.streams.items()},
+            {origin: (env[a], env[b]) for origin, (a, b) in self.watched.items()},
+        )
+
 
 @dataclass(frozen=True)
 class Outline:
@@ -45,13 +52,27 @@ class Outline:
 
     `boundaries[k]` lies before block k, the last one behind the last block; `origins` maps
     outer nodes to the stream that they continue; `timestep` is the outer node that tells
-    denoising steps apart.
+    denoising steps apart; `lists` are the first block of each list and the block behind its
+    last; `values` maps the program's nodes to outer ones.
     """
 
     blocks: tuple[fx.Node, ...]
     boundaries: tuple[Boundary, ...]
     origins: dict[fx.Node, int]
     timestep: fx.Node | None
+    lists: tuple[tuple[int, int], ...] = ()
+    values: dict[fx.Node, fx.Node] = field(default_factory=dict, repr=False)
+
+    def moved(self, env: dict[fx.Node, fx.Node]) -> Outline:
+        """Return the outline of a copy of the graph; `env` maps its nodes to the copy's."""
+        return Outline(
+            tuple(env[node] for node in self.blocks),
+            tuple(boundary.moved(env) for boundary in self.boundaries),
+            {env[node]: origin for node, origin in self.origins.items()},
+            None if self.timestep is None else env[self.timestep],
+            self.lists,
+            {ours: env[node] for ours, node in self.values.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -156,6 +177,8 @@ class _Outliner:
             tuple(self._boundaries()),
             self._origins(),
             None if self.timestep is None else self.env[self.timestep],
+            self._lists(),
+            dict(self.env),
         )
 
     def _names(self, kinds: tuple[BlockKind, ...]) -> dict[int, str]:
@@ -226,3 +249,11 @@ class _Outliner:
             for node, origin in self.region.origin_of().items()
             if node in self.env
         }
+
+    def _lists(self) -> tuple[tuple[int, int], ...]:
+        """Return where each list lies among the blocks; lists that take turns are one."""
+        numbers = [block.number for block in self.region.blocks()]
+        starts = [i for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n]
+        if len(starts) > len(set(numbers)):
+            starts = [0]
+        return tuple(zip(starts, [*starts[1:], len(numbers)], strict=True))

@@ -34,6 +34,7 @@ class BranchStats:
         computed: steps that ran every block.
         reused: steps that skipped blocks.
         bytes_kept: bytes of tensors kept for this branch now.
+        skipped_blocks: how many blocks were skipped at each step.
     """
 
     schedule: str
@@ -41,6 +42,7 @@ class BranchStats:
     computed: int
     reused: int
     bytes_kept: int
+    skipped_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,13 @@ def _request_stats(request: Request) -> RequestStats:
 
 
 def _branch_stats(branch: Branch) -> BranchStats:
-    kept = branch.kept.tensors() if branch.kept is not None else []
+    states = [state.kept for state in branch.gates if state.kept is not None]
+    kept = [tensor for state in states for tensor in state.tensors()]
     return BranchStats(
         "".join("1" if computed else "0" for computed in branch.schedule),
         tuple(branch.scores),
         branch.schedule.count(True),
         branch.reused,
         sum(tensor.numel() * tensor.element_size() for tensor in kept),
+        tuple(branch.skipped),
     )

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepfx.config import Config, StepfxWarning, is_strict
+from stepfx.arrangements import Arrangements, too_few_blocks
+from stepfx.config import Config, is_strict
 from stepfx.dump import Dump
+from stepfx.errors import ConfigError, StepfxWarning
 from stepfx.frames import Part, part_of
-from stepfx.gate import Policy
 from stepfx.logs import register
-from stepfx.lowering import compile_graph, compile_parts, lower
+from stepfx.lowering import Artifacts, compile_graph, compile_parts
 from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.inputs import find_times
@@ -59,8 +60,10 @@ class Backend:
     """A configured backend: `torch.compile(model, backend=stepfx.Backend(threshold=0.1))`.
 
     Args:
-        **options: see `stepfx.Config`; also the spellings of cache-dit, vllm-omni, diffusers
-            and ParaAttention.
+        *configurations: configuration objects of cache-dit or diffusers, dictionaries, JSON
+            texts, YAML or JSON files.
+        **options: see `stepfx.Config`; they win over the objects. Also the spellings of
+            cache-dit, vllm-omni, diffusers and ParaAttention.
 
     Raises:
         ConfigError: an option is unknown, has a bad value or contradicts another.
@@ -68,8 +71,8 @@ class Backend:
 
     __name__ = "stepfx"  # what torch.compile shows
 
-    def __init__(self, **options: Any) -> None:
-        self.config = Config.build(**options)
+    def __init__(self, *configurations: Any, **options: Any) -> None:
+        self.config = Config.build(None, *configurations, **options)
         self._warned: set[str] = set()
         self._broken: weakref.WeakKeyDictionary[torch.nn.Module, _Broken]
         self._broken = weakref.WeakKeyDictionary()
@@ -96,6 +99,8 @@ class Backend:
         else:
             try:
                 compiled = self._compile_gated(gm, config, part)
+            except ConfigError:
+                raise
             except Exception as error:
                 # A model that Inductor compiles must compile: a failure of ours is said and
                 # run around. Tests set STEPFX_STRICT.
@@ -136,31 +141,24 @@ class Backend:
         site: GateSite | None = result.notes.get("gate")
         if reason is not None:
             return reason
-        fake_mode = recorded_fake_mode(gm)
+        artifacts = Artifacts(config, recorded_fake_mode(gm))
         if site is None:
+            problem = too_few_blocks(config, result.notes)
+            if problem is not None:
+                raise ConfigError(problem)
             left_out = _left_out(result)
             if left_out is None:
                 return result.misses[0]
             # Whoever leaves out a pass wants to see what the others do.
             self._warn(gm, f"the model runs without a step cache: {left_out}")
-            return compile_parts(result.module, config, fake_mode)
+            return compile_parts(result.module, artifacts)
         if not part.is_whole and part.model is not None:
             self._broken.setdefault(part.model, _Broken()).is_gated = True
-        count = lower(result.module, config, fake_mode)
-        log.info("%d artifacts, gate %s", count, site)
-        policy = Policy(
-            config.preset(),
-            config.batch,
-            config.taylor_order,
-            config.max_cached_steps,
-            config.max_continuous_cached_steps,
-        )
-        roles = _roles(result.notes["analysis"])
+        arrangements = Arrangements(result.module, result.notes, config, artifacts)
+        log.info("%d artifacts, gate %s", len(artifacts), site)
         return GatedGraph(
-            result.module.forward,
-            roles,
-            policy,
-            site.has_time,
+            arrangements,
+            _roles(result.notes["analysis"]),
             fingerprint(gm, config),
             None if part.is_whole else part.code,
             not part.is_resumed,

@@ -7,56 +7,27 @@ file that reads the environment.
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from stepfx.checks import CHECKS, ListOptions, unknown_option
+from stepfx.coefficients import IDENTITY, MagnitudeCurve
+from stepfx.errors import ConfigError, StepfxWarning
+from stepfx.masks import MASK_NAMES, step_mask
+from stepfx.methods import PRESETS, Preset
+from stepfx.spellings import ALIASES, translate
 
-class ConfigError(ValueError):
-    """An option is unknown, has a bad value, or contradicts another."""
+__all__ = ["Config", "ConfigError", "Preset", "StepfxWarning", "is_strict"]
 
+# Fixed when a model is compiled; all other options may change from call to call.
+COMPILE_TIME = ("inner", "compile_unit", "mode", "inductor", "dump", "disable", "stop_after")
 
-class StepfxWarning(UserWarning):
-    """stepfx does less than was asked for; the text says what and why."""
-
-
-@dataclass(frozen=True)
-class Preset:
-    """The values that a cache method gives to options left open."""
-
-    threshold: float
-    fn_compute_blocks: int = 1
-    bn_compute_blocks: int = 0
-    max_warmup_steps: int = 0
-    warmup_interval: int = 1
-
-
-# One line a method. A method is a choice of signal, score, policy and reuse; what is not
-# named here is the gate's default (residual of the first blocks, relative L1).
-PRESETS: dict[str, Preset] = {
-    "fbcache": Preset(threshold=0.08),
-}
-
-ALIASES = {
-    "residual_diff_threshold": "threshold",
-    "Fn_compute_blocks": "fn_compute_blocks",
-    "Bn_compute_blocks": "bn_compute_blocks",
-    "taylorseer_order": "taylor_order",
-}
-CACHE_ALIASES = {"none": None, "first_block_cache": "fbcache", "fb_cache": "fbcache"}
-
-INNERS = ("inductor", "aot_eager", "eager")
-MODES = (
-    "default",
-    "reduce-overhead",
-    "max-autotune",
-    "max-autotune-no-cudagraphs",
-)
+# What gates around single block lists share.
+SAME_FOR_LISTS = ("cache", "signal", "downsample_factor", "lists", "num_inference_steps")
 
 
 @dataclass(frozen=True)
@@ -65,15 +36,40 @@ class Config:
 
     Attributes:
         cache: cache method, or None to run every block at every step.
-        threshold: largest relative change of the watched signal at which a step is reused;
-            None for the method's own, 0 to compute every step.
-        fn_compute_blocks: leading blocks that always run; their residual is watched.
+        threshold: largest score at which a step is reused; None for the method's own, 0 to
+            compute every step.
+        alternate_threshold: the threshold of every branch of a request but the first (the
+            pass without the prompt); None for the same.
+        strict: whether a score equal to the threshold is computed; None: the method's own.
+        fn_compute_blocks: leading blocks that always run. 0 where no block is watched.
         bn_compute_blocks: trailing blocks that always run.
         max_warmup_steps: leading denoising steps that are computed; None: the method's own.
         warmup_interval: during warm-up only every n-th step must be computed.
         max_cached_steps: most reused steps of a request and branch; None for no limit.
-        max_continuous_cached_steps: most reused steps in a row; None for no limit.
+        max_continuous_cached_steps: most reused steps in a row; None for the method's own.
+        continuous_counter: "consecutive" counts reused steps in a row, as cache-dit 1.5.3;
+            "cache-dit" as it did up to August 2026 (a computed step does not clear the
+            counter, a reused one behind a gap does not raise it).
+        max_accumulated_threshold: once the scores of a branch add up to this, every step is
+            computed; None for no limit.
+        force_refresh_step: before this step all that is kept is forgotten and warm-up starts
+            again (chunks of a long video).
+        force_refresh_policy: "once", or "repeat" every so many steps.
+        num_inference_steps: the steps of every request; `stepfx.request(steps=...)` wins.
+        compute_last_step: whether the last step is computed, if the count of steps is known.
         taylor_order: 0 adds the last residual, 1 or 2 a forecast of it.
+        signal: what is watched; None: the method's own.
+        coefficients: TeaCache's polynomial, highest power first, or the name of a published
+            one; None: the change as it is.
+        coefficients_sign: what becomes of a negative value of the polynomial.
+        magnitudes: MagCache's curve.
+        retention_ratio: the share of leading steps that MagCache computes.
+        steps_mask: text of 1 (computed) and 0, or the name of a mask; steps behind its end
+            count as 0.
+        steps_mask_policy: "static" reuses at every 0, "dynamic" asks the score there.
+        downsample_factor: the score reads every n-th channel.
+        lists: "joined" puts one gate around all block lists, "apart" one around each; a list
+            of dictionaries does so with options for each.
         batch: "worst" lets the sample that changed most decide, "mean" the average.
         inner: the compiler of the parts.
         compile_unit: "block" compiles each distinct block once, "region" all skipped blocks
@@ -87,13 +83,30 @@ class Config:
 
     cache: str | None = "fbcache"
     threshold: float | None = None
+    alternate_threshold: float | None = None
+    strict: bool | None = None
     fn_compute_blocks: int | None = None
     bn_compute_blocks: int | None = None
     max_warmup_steps: int | None = None
     warmup_interval: int | None = None
     max_cached_steps: int | None = None
     max_continuous_cached_steps: int | None = None
+    continuous_counter: Literal["consecutive", "cache-dit"] = "consecutive"
+    max_accumulated_threshold: float | None = None
+    force_refresh_step: int | None = None
+    force_refresh_policy: Literal["once", "repeat"] = "once"
+    num_inference_steps: int | None = None
+    compute_last_step: bool = True
     taylor_order: int = 1
+    signal: Literal["modulated", "timestep"] | None = None
+    coefficients: tuple[float, ...] | None = None
+    coefficients_sign: Literal["raw", "abs", "clamp"] = "raw"
+    magnitudes: MagnitudeCurve | None = None
+    retention_ratio: float | None = None
+    steps_mask: str | None = None
+    steps_mask_policy: Literal["dynamic", "static"] | None = None
+    downsample_factor: int = 1
+    lists: Literal["joined", "apart"] | tuple[ListOptions, ...] = "joined"
     batch: Literal["worst", "mean"] = "worst"
     inner: Literal["inductor", "aot_eager", "eager"] = "inductor"
     compile_unit: Literal["block", "region"] = "block"
@@ -104,36 +117,156 @@ class Config:
     stop_after: str | None = None
 
     @classmethod
-    def build(cls, base: Config | None = None, /, **options: Any) -> Config:
+    def build(cls, base: Config | None = None, /, *given: Any, **options: Any) -> Config:
         """Return a checked configuration; raise `ConfigError` naming what is wrong.
 
         Options are laid over `base`, or over the defaults and the environment
-        (`STEPFX_OPTIONS`, a JSON object; `STEPFX_DUMP`, a folder).
+        (`STEPFX_OPTIONS`, a JSON object; `STEPFX_DUMP`, a folder). `given` are configuration
+        objects, dictionaries or files of other projects (`stepfx.spellings`).
         """
+        options = translate(given, options)
         if base is None:
             base = cls()
-            options = {**_from_environment(), **options}
+            options = {**translate((), _from_environment()), **options}
         known: dict[str, Any] = {}
         for name, value in options.items():
-            target = ALIASES.get(name, name)
-            if target in known:
-                raise ConfigError(f"option {name!r} says again what {target!r} said")
-            known[target] = _checked(target, value)
+            if name not in CHECKS:
+                raise unknown_option(name, ALIASES)
+            known[name] = CHECKS[name](name, value)
         config = replace(base, **known)
-        if config.mode and config.inner != "inductor":
-            raise ConfigError(
-                f"option 'mode' is {config.mode!r}, but modes are Inductor's and option "
-                f"'inner' is {config.inner!r}"
-            )
+        config._check(known)
         return config
+
+    def with_run_time(self, where: str, options: Mapping[str, Any]) -> Config:
+        """Return a configuration for some calls of a compiled model.
+
+        Raises:
+            ConfigError: as `build`, or an option is fixed when the model is compiled.
+        """
+        check_run_time(where, options)
+        return Config.build(self, **options)
+
+    def for_list(self, number: int) -> Config:
+        """Return the options of one block list: this configuration, or its own laid over it."""
+        if isinstance(self.lists, str) or number >= len(self.lists):
+            return self
+        own = dict(self.lists[number])
+        check_run_time(f"option 'lists'[{number}]", own, SAME_FOR_LISTS)
+        return Config.build(replace(self, lists="apart"), **own)
+
+    @property
+    def lists_with_options(self) -> int:
+        """How many block lists have options of their own."""
+        return 0 if isinstance(self.lists, str) else len(self.lists)
 
     def preset(self) -> Preset:
         """Return the method's values with the user's own laid over them."""
         if self.cache is None:
             return Preset(threshold=0.0)
         preset = PRESETS[self.cache]
-        chosen = {f.name: getattr(self, f.name) for f in fields(Preset)}
+        if self.cache == "mask" and self.steps_mask_policy == "dynamic":
+            preset = replace(preset, signal="residual", score="change", fn_compute_blocks=1)
+        chosen = {f.name: getattr(self, f.name, None) for f in fields(Preset)}
         return replace(preset, **{k: v for k, v in chosen.items() if v is not None})
+
+    def polynomial(self) -> tuple[float, ...]:
+        """Return the coefficients of an accumulated score, highest power first."""
+        return self.coefficients or IDENTITY
+
+    def mask(self, steps: int | None) -> str | None:
+        """Return the step mask for a run of `steps`, or None if there is none.
+
+        A named mask of an unknown number of steps is empty.
+        """
+        if self.steps_mask in MASK_NAMES:
+            return "" if steps is None else step_mask(self.steps_mask, steps)
+        return self.steps_mask
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Raise for options that contradict each other; `given` are those of this call."""
+        if self.mode and self.inner != "inductor":
+            raise ConfigError(
+                f"option 'mode' is {self.mode!r}, but modes are Inductor's and option "
+                f"'inner' is {self.inner!r}"
+            )
+        preset = self.preset()
+        if preset.signal == "residual" and self.fn_compute_blocks == 0:
+            raise ConfigError(
+                "option 'fn_compute_blocks' must be an integer of at least 1 with "
+                f"cache={self.cache!r}, which watches the residual of these blocks, not 0"
+            )
+        if self.cache == "mask" and self.steps_mask is None:
+            raise ConfigError(
+                "cache='mask' needs option 'steps_mask': a text of 1 and 0, or one of "
+                f"{', '.join(map(repr, MASK_NAMES))}"
+            )
+        if self.cache == "magcache" and self.magnitudes is None:
+            raise ConfigError(
+                "cache='magcache' needs option 'magnitudes': the ratios of a recorded run, or "
+                "'flux'"
+            )
+        if not isinstance(self.lists, str):
+            for number in range(len(self.lists)):
+                self.for_list(number)
+        self._check_reach(given, preset)
+        self._check_history(given)
+
+    def _check_reach(self, given: Mapping[str, Any], preset: Preset) -> None:
+        """Raise if an option was given that the method does not read."""
+        readers = {
+            "coefficients": preset.score == "accumulated",
+            "signal": preset.score == "accumulated",
+            "magnitudes": preset.score == "magnitude",
+            "steps_mask_policy": self.steps_mask is not None,
+        }
+        for name, is_read in readers.items():
+            if given.get(name) is not None and not is_read:
+                needed = {
+                    "magnitudes": "cache='magcache'",
+                    "steps_mask_policy": "option 'steps_mask'",
+                }.get(name, "cache='teacache'")
+                raise ConfigError(
+                    f"option {name!r} is {given[name]!r}, but needs {needed}; option 'cache' "
+                    f"is {self.cache!r}"
+                )
+
+    def _check_history(self, given: Mapping[str, Any]) -> None:
+        """Raise if a forecast was asked for that can never be made."""
+        order = given.get("taylor_order")
+        if not order:
+            return
+        if self.cache is None:
+            raise ConfigError(
+                f"option 'taylor_order' is {order}, but with cache=None no step leaves a "
+                "residual to forecast from"
+            )
+        mask = self.steps_mask
+        static = self.preset().steps_mask_policy == "static"
+        if mask and mask not in MASK_NAMES and static and mask.count("1") <= order:
+            raise ConfigError(
+                f"option 'taylor_order' is {order}, which needs {order + 1} computed steps; "
+                f"option 'steps_mask' {mask!r} computes {mask.count('1')}"
+            )
+
+
+def check_run_time(
+    where: str, options: Mapping[str, Any], fixed: Iterable[str] = COMPILE_TIME
+) -> None:
+    """Raise `ConfigError` for an option that is unknown, bad, or one of the `fixed`."""
+    for name, value in translate((), options).items():
+        try:
+            if name not in CHECKS:
+                raise unknown_option(name, ALIASES)
+            CHECKS[name](name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if name in COMPILE_TIME:
+            raise ConfigError(
+                f"{where}: option {name!r} is fixed when the model is compiled; give it to the "
+                "backend"
+            )
+        if name in fixed:
+            raise ConfigError(f"{where}: option {name!r} is the same for every block list")
 
 
 def _from_environment() -> dict[str, Any]:
@@ -169,109 +302,3 @@ def stepfx_variables() -> dict[str, str]:
     """Return the variables of the environment that speak to stepfx."""
     found = {k: v for k, v in os.environ.items() if k.startswith("STEPFX_")}
     return dict(sorted(found.items()))
-
-
-def _checked(name: str, value: Any) -> Any:
-    """Return `value` as option `name` holds it, or raise."""
-    check = _CHECKS.get(name)
-    if check is None:
-        known = sorted({*_CHECKS, *ALIASES})
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"unknown option {name!r}{hint} (known options: {', '.join(sorted(_CHECKS))})"
-        )
-    return check(name, value)
-
-
-def _number(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"option {name!r} must be a number of at least 0, not {value!r}")
-    if math.isnan(value) or value < 0:
-        raise ConfigError(f"option {name!r} must be a number of at least 0, not {value!r}")
-    return float(value)
-
-
-def _count(name: str, value: Any, least: int = 0, none_is: str = "no limit") -> int | None:
-    if value is None or (value == -1 and name.startswith("max_")):
-        return None  # -1 is cache-dit's spelling of "no limit"
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(
-            f"option {name!r} must be an integer of at least {least}, or None for "
-            f"{none_is}, not {value!r}"
-        )
-    return value
-
-
-def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    if value in allowed:
-        return value
-    near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    listed = ", ".join(repr(a) for a in allowed)
-    raise ConfigError(f"option {name!r} must be one of {listed}, not {value!r}{hint}")
-
-
-def _cache(name: str, value: Any) -> str | None:
-    value = CACHE_ALIASES.get(value, value) if isinstance(value, str) else value
-    chosen: str | None = _choice(name, value, (*PRESETS, None))
-    return chosen
-
-
-def _order(name: str, value: Any) -> int:
-    if isinstance(value, bool) or value not in (0, 1, 2):
-        raise ConfigError(f"option {name!r} must be 0, 1 or 2, not {value!r}")
-    return int(value)
-
-
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"option {name!r} must be a dictionary of Inductor settings, not {value!r}"
-        )
-    return dict(value)
-
-
-def _folder(name: str, value: Any) -> Path | None:
-    if value is None:
-        return None
-    if not isinstance(value, str | os.PathLike):
-        raise ConfigError(f"option {name!r} must be a folder, not {value!r}")
-    return Path(value)
-
-
-def _names(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = value.split(",")
-    return tuple(str(item).strip() for item in value if str(item).strip())
-
-
-def _name(name: str, value: Any) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"option {name!r} must be the name of a pass, or None, not {value!r}")
-    return value
-
-
-_CHECKS: dict[str, Any] = {
-    "cache": _cache,
-    "threshold": _number,
-    "fn_compute_blocks": lambda n, v: _count(n, v, 1, "the method's own"),
-    "bn_compute_blocks": lambda n, v: _count(n, v, 0, "the method's own"),
-    "max_warmup_steps": lambda n, v: _count(n, v, 0, "the method's own"),
-    "warmup_interval": lambda n, v: _count(n, v, 1, "the method's own"),
-    "max_cached_steps": _count,
-    "max_continuous_cached_steps": _count,
-    "taylor_order": _order,
-    "batch": lambda n, v: _choice(n, v, ("worst", "mean")),
-    "inner": lambda n, v: _choice(n, v, INNERS),
-    "compile_unit": lambda n, v: _choice(n, v, ("block", "region")),
-    "mode": lambda n, v: _choice(n, v, (*MODES, None)),
-    "inductor": _mapping,
-    "dump": _folder,
-    "disable": _names,
-    "stop_after": _name,
-}

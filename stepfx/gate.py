@@ -1,7 +1,7 @@
-"""The gate of one call: asks who is calling, decides, reuses, keeps.
+"""The gates of one call: ask who is calling, decide, reuse, keep.
 
-The outer graph calls `decide` when the watched blocks have run and `cond` in place of the
-blocks that may be skipped. All state is in the session; the graph holds none.
+The outer graph calls `decide` where a gate's watched tensors are known and `cond` in place of
+the blocks that may be skipped. All state is in the session; the graph holds none.
 """
 
 from __future__ import annotations
@@ -13,104 +13,55 @@ from typing import Any
 
 import torch
 
-from stepfx.config import Preset
-from stepfx.requests import Branch, Kept, Request
+from stepfx.policy import Policy, Trial, Verdict, taylor_coefficients
+from stepfx.requests import Branch, GateState, Kept, Request
 from stepfx.session import Caller, Session
 
 Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Policy:
-    """When a step is computed whatever the score says, and how a score is judged."""
+class Plan:
+    """The gates of a graph, in the order they decide.
 
-    preset: Preset
-    batch: str = "worst"
-    taylor_order: int = 1
-    max_cached_steps: int | None = None
-    max_continuous_cached_steps: int | None = None
-
-    @property
-    def is_off(self) -> bool:
-        """A threshold of 0 computes every step and keeps nothing."""
-        return self.preset.threshold <= 0
-
-    def must_compute(self, request: Request | None, branch: Branch | None) -> bool:
-        """Tell whether the coming step is computed without asking the score."""
-        if self.is_off or request is None or branch is None or branch.kept is None:
-            return True
-        step = branch.step
-        warm = max(1, self.preset.max_warmup_steps)
-        if step < warm and step % self.preset.warmup_interval == 0:
-            return True
-        if request.steps is not None and step >= request.steps - 1:
-            return True
-        limit, in_a_row = self.max_cached_steps, self.max_continuous_cached_steps
-        if limit is not None and branch.reused >= limit:
-            return True
-        return in_a_row is not None and branch.in_a_row >= in_a_row
-
-    def score(self, changes: list[float], sizes: list[float], signals: int) -> float:
-        """Return the relative change: of the worst sample and signal, or the mean."""
-        rows = len(changes) // signals
-        if self.batch == "mean":
-            totals = [
-                sum(changes[i : i + rows]) / _positive(sum(sizes[i : i + rows]))
-                for i in range(0, len(changes), rows)
-            ]
-            return _worst(totals)
-        return _worst([c / _positive(s) for c, s in zip(changes, sizes, strict=True)])
-
-
-def _positive(size: float) -> float:
-    """Keep 0/0 at 0 and x/0 infinite, as a signal that never moves is unchanged."""
-    return size if size != 0 else math.ulp(0.0)
-
-
-def _worst(scores: list[float]) -> float:
-    return math.nan if any(math.isnan(s) for s in scores) else max(scores)
-
-
-def taylor_coefficients(times: Sequence[float], time: float) -> list[float]:
-    """Return the weights of kept residuals, newest first, in a forecast at `time`.
-
-    With the residual Y_k kept at times t_k the forecast is Y_k + u D1 + u^2/2 D2, u = time -
-    t_k, with D1 the difference of the last two over their distance and D2 the difference
-    of the last two D1 over the last distance (TaylorSeer, arXiv 2503.06923, on the true
-    timestep distance as in cache-dit).
+    Attributes:
+        layout: names the placement; what was kept under another is of no use.
+        policies: the rules of each gate.
+        widths: how many blocks each gate may skip.
+        signals: how many tensors each gate compares.
+        history: how many computed residuals a forecast takes.
+        stride: every how many channels of a watched tensor are kept.
+        has_time: whether the graph has a timestep input.
     """
-    if len(times) == 1:
-        return [1.0]
-    u, w = time - times[0], times[0] - times[1]
-    coefficients = [1 + u / w, -u / w]
-    if len(times) == 2:
-        return coefficients
-    half, older = u * u / 2 / w, times[1] - times[2]
-    return [
-        coefficients[0] + half / w,
-        coefficients[1] - half / w - half / older,
-        half / older,
-    ]
+
+    layout: object
+    policies: tuple[Policy, ...]
+    widths: tuple[int, ...]
+    signals: tuple[int, ...]
+    history: int
+    stride: int = 1
+    has_time: bool = True
 
 
 class Gate:
-    """The decision of one call and what follows from it."""
+    """The decisions of one call and what follows from them."""
 
     def __init__(
         self,
         session: Session,
         caller: Caller,
-        policy: Policy,
-        has_time: bool,
+        plan: Plan,
         outer_time: torch.Tensor | None = None,
     ) -> None:
-        self.session, self.caller, self.policy = session, caller, policy
+        self.session, self.caller, self.plan = session, caller, plan
         # Behind a graph break the timestep is an input of the graph before it.
-        self.outer_time = None if has_time else outer_time
-        self.has_time = has_time or outer_time is not None
+        self.outer_time = None if plan.has_time else outer_time
+        self.has_time = plan.has_time or outer_time is not None
+        self.request: Request | None = None
         self.branch: Branch | None = None
         self.time = 0.0
-        self._score: float | None = None
+        self._trials: list[Trial] = []
+        self._skipped = 0
 
     @property
     def is_blind(self) -> bool:
@@ -119,16 +70,17 @@ class Gate:
 
     def decide(
         self,
-        score: Callable[..., Any],
-        h0: Tensors,
-        h1: Tensors,
+        number: int,
+        score: Callable[..., Any] | None,
+        seen: Tensors,
         time: torch.Tensor | None,
         sizes: Sequence[int] = (),
     ) -> bool:
-        """Return whether the blocks must run; reads the device once.
+        """Return whether the blocks of gate `number` must run; reads the device at most once.
 
-        `h0` and `h1` are the watched streams before and behind the first blocks, `time` the
-        model's timestep input of any shape, `sizes` what dynamic shapes are made of.
+        `seen` are the watched tensors (for a residual, what is before and what is behind the
+        first blocks), `time` the model's timestep input of any shape, `sizes` what dynamic
+        shapes are made of. Only the first gate of a call is given `score` with the time in it.
         """
         if self.is_blind:
             self.session.warn_once(
@@ -137,22 +89,60 @@ class Gate:
                 "stepfx.request(steps=...)"
             )
             return True
-        request, branch = self.session.candidate(self.caller)
-        skippable = not self.policy.must_compute(request, branch)
-        times = () if time is None else (time,)
-        close = sound = False
-        if skippable:
-            assert branch is not None and branch.kept is not None
-            kept = branch.kept
-            values = score(*h0, *h1, *kept.signals, kept.ok, *times, *sizes)[0].tolist()
-            now = values.pop(0) if times else read_time(self.outer_time, branch)
-            ok, half = values[0], (len(values) - 1) // 2
-            self._score = self.policy.score(values[1 : 1 + half], values[1 + half :], len(h0))
-            sound = bool(ok) and math.isfinite(self._score)
-            close = sound and self._score <= self.policy.preset.threshold
+        policy, first = self.plan.policies[number], number == 0
+        request, branch = self.request, self.branch
+        if first:
+            request, branch = self.session.candidate(self.caller)
+            if branch is not None:
+                branch.fit(self.plan.layout, len(self.plan.widths))
+        state = branch.gates[number] if branch is not None else None
+        trial = policy.trial(request, branch, state)
+        change, sound = 0.0, True
+        times = (time,) if first and time is not None else ()
+        if trial.verdict is Verdict.COMPUTE:
+            now = self._read_time(time, branch) if first else self.time
         else:
-            now = read_time(self.outer_time if time is None else time, branch)
+            assert branch is not None and state is not None and state.kept is not None
+            if trial.verdict is Verdict.ASK and score is not None:
+                kept = state.kept
+                values = score(*seen, *kept.signals, kept.ok, *times, *sizes)[0].tolist()
+            else:
+                values = _read(times, state.kept.ok)
+            if times:
+                now = values.pop(0)
+            else:
+                now = self._read_time(None, branch) if first else self.time
+            sound, values = bool(values[0]), values[1:]
+            if values:
+                half, signals = len(values) // 2, self.plan.signals[number]
+                change = policy.score(values[:half], values[half:], signals)
+                sound = sound and math.isfinite(change)
+        if first:
+            self._settle(request, branch, now)
+        assert self.branch is not None and self.request is not None
+        state = self.branch.gates[number]
+        if self.branch is not branch:
+            trial = Trial(Verdict.COMPUTE)
+        elif first and policy.refreshes(self.branch):
+            self.branch.refresh()
+            state = self.branch.gates[number]
+        elif not sound:
+            state.kept = None
+            trial = Trial(Verdict.COMPUTE)
+        elif trial.verdict is Verdict.ASK and score is not None:
+            trial = policy.judge(trial, change, state, self.request, self.branch)
+        elif trial.verdict is Verdict.ASK:
+            trial = policy.judge_magnitude(trial, state, self.request, self.branch, now)
+        self._trials.append(trial)
+        return not trial.close or state.kept is None
+
+    def _read_time(self, time: torch.Tensor | None, branch: Branch | None) -> float:
+        return read_time(self.outer_time if time is None else time, branch)
+
+    def _settle(self, request: Request | None, branch: Branch | None, now: float) -> None:
         self.branch = self.session.settle(self.caller, request, branch, now)
+        self.request = self.session.request_of(self.branch)
+        self.branch.fit(self.plan.layout, len(self.plan.widths))
         self.time = now
         if self.branch.ambiguous:
             self.session.warn_once(
@@ -160,14 +150,15 @@ class Gate:
                 "cannot be told apart: they are computed in full; name them with "
                 "stepfx.request(branch=...)"
             )
-        if self.branch is not branch:
-            self._score = None
-        if skippable and not sound:
-            self.branch.kept = None
-        return not close or self.branch is not branch or self.branch.kept is None
+        if self.plan.policies[0].lacks_steps(self.request):
+            self.session.warn_once(
+                "a named step mask needs the number of steps: every step is computed; give it "
+                "with stepfx.request(steps=...) or option 'num_inference_steps'"
+            )
 
     def cond(
         self,
+        number: int,
         compute: bool,
         blocks: Callable[..., Any],
         reuse: Callable[..., Any],
@@ -175,27 +166,41 @@ class Gate:
         *,
         operands: Sequence[Any],
         bases: Tensors,
-        seen: tuple[Tensors, Tensors],
+        seen: Tensors,
         sizes: Sequence[int] = (),
     ) -> Sequence[Any]:
         """Return what the skipped blocks return: computed, or made from what is kept."""
-        outs: Sequence[Any]
-        outs = blocks(*operands) if compute else self._reuse(reuse, bases, sizes)
         if self.branch is None:
+            outs: Sequence[Any] = blocks(*operands)
             return outs
-        if compute and not self.policy.is_off:
-            self._keep(keep(*seen[0], *seen[1], *bases, *outs), len(seen[0]))
+        policy, state = self.plan.policies[number], self.branch.gates[number]
+        if compute:
+            outs = blocks(*operands)
+            if not policy.is_off:
+                kept = keep(*seen, *bases, *outs)
+                self._keep(policy, state, kept, self.plan.signals[number])
+        else:
+            outs = self._reuse(state, reuse, bases, sizes)
+            self._skipped += self.plan.widths[number]
+            if policy.preset.score == "accumulated":
+                self._follow(state, seen)
         # Last: a step that fails on the way is not one.
-        self.branch.record(self.time, compute, self._score)
+        trial = self._trials[number]
+        policy.commit(state, trial, compute)
+        if number == len(self.plan.widths) - 1:
+            score = _largest([one.score for one in self._trials])
+            self.branch.record(self.time, not self._skipped, score, self._skipped)
         return outs
 
     def _reuse(
-        self, reuse: Callable[..., Any], bases: Tensors, sizes: Sequence[int]
+        self,
+        state: GateState,
+        reuse: Callable[..., Any],
+        bases: Tensors,
+        sizes: Sequence[int],
     ) -> Sequence[Any]:
-        assert self.branch is not None
-        assert self.branch.kept is not None
-        history = self.branch.kept.history
-        length = self.policy.taylor_order + 1
+        assert state.kept is not None
+        history, length = state.kept.history, self.plan.history
         # The forecast takes a fixed number of residuals: the newest fills in, with weight 0.
         filled = [history[min(j, len(history) - 1)][1] for j in range(length)]
         residuals = [kept[i] for i in range(len(filled[0])) for kept in filled]
@@ -208,16 +213,33 @@ class Gate:
         out = reuse(*bases, *residuals, coefficients, *sizes)
         return out
 
-    def _keep(self, kept: Sequence[torch.Tensor], signals: int) -> None:
-        assert self.branch is not None
+    def _keep(
+        self, policy: Policy, state: GateState, kept: Sequence[torch.Tensor], signals: int
+    ) -> None:
         history, ok = [(self.time, list(kept[signals:-1]))], kept[-1]
-        old = self.branch.kept
-        if old is not None and self.policy.taylor_order:
+        old, order = state.kept, policy.config.taylor_order
+        if old is not None and order:
             # A forecast needs residuals of different times, all of them finite.
             earlier = [entry for entry in old.history if entry[0] != self.time]
-            history += earlier[: self.policy.taylor_order]
+            history += earlier[:order]
             ok = ok & old.ok
-        self.branch.kept = Kept(list(kept[:signals]), ok, history)
+        state.kept = Kept(list(kept[:signals]), ok, history)
+
+    def _follow(self, state: GateState, seen: Tensors) -> None:
+        """Keep what is watched on a reused step, too: the next step is compared with it."""
+        assert state.kept is not None
+        state.kept.signals = [x[..., :: self.plan.stride].clone() for x in seen]
+
+
+def _largest(scores: Sequence[float | None]) -> float | None:
+    return max((score for score in scores if score is not None), default=None)
+
+
+def _read(times: Tensors, ok: torch.Tensor) -> list[float]:
+    """Return the time, if there is one, and whether what is kept is sound, in one read."""
+    latest = [time.detach().reshape(-1).max().to(torch.float32).reshape(1) for time in times]
+    flag = ok.to(torch.float32).reshape(1)
+    return [float(x) for x in torch.cat([t.to(flag.device) for t in latest] + [flag]).tolist()]
 
 
 def read_time(time: torch.Tensor | None, branch: Branch | None) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch import fx
 
 from stepfx.config import Config
 from stepfx.passes.graph_edit import called_module, inline
-from stepfx.patterns.program import value_of
-from stepfx.printer import graph_modules
+from stepfx.patterns.program import is_tensor, value_of
+from stepfx.printer import format_graph, graph_modules
 from stepfx.progress import counting, step
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,59 @@ def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], config: Config) -> 
     return artifact
 
 
-def lower(outer: fx.GraphModule, config: Config, fake_mode: Any) -> int:
-    """Replace every graph module below `outer` by its artifact; return how many there are."""
-    with counting("compiling part", _count_parts(outer, config)):
-        return _lower(outer, config, fake_mode)
+@dataclass
+class Artifacts:
+    """What was compiled for one graph of Dynamo; every placement of its gates shares it.
+
+    `stages` are found by module, the small graphs of gates by what they say.
+    """
+
+    config: Config
+    fake_mode: Any
+    stages: dict[fx.GraphModule, Artifact] = field(default_factory=dict)
+    small: dict[Any, Artifact] = field(default_factory=dict)
+    is_complete: bool = False
+
+    def __len__(self) -> int:
+        return len(self.stages) + len(self.small)
+
+    def of_stage(self, gm: Any) -> Artifact:
+        """Return the artifact of a stage of the model, compiled at its first use."""
+        if gm not in self.stages:
+            self.stages[gm] = self._compile(gm)
+        return self.stages[gm]
+
+    def of_gate(self, gm: fx.GraphModule) -> Artifact:
+        """Return what runs a small graph of a gate.
+
+        Once the model is compiled, what is new runs as it is: a request that asks for
+        another method does not wait for a compiler.
+        """
+        forward: Artifact = gm.forward
+        if gm.meta.get("run_as_is"):
+            return forward
+        values = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+        strides = [str(v.stride()) if is_tensor(v) else "" for v in values]
+        key = format_graph(gm.graph, sources=False), tuple(strides)
+        if key not in self.small:
+            if self.is_complete:
+                return forward
+            self.small[key] = self._compile(gm)
+        return self.small[key]
+
+    def _compile(self, gm: fx.GraphModule) -> Artifact:
+        log.info("compiling %s with %s", type(gm).__name__, self.config.inner)
+        step(type(gm).__name__)
+        with _own_tracing_context(self.fake_mode):
+            return compile_graph(gm, _example_inputs(gm, self.fake_mode), self.config)
+
+
+def lower(outer: fx.GraphModule, artifacts: Artifacts) -> None:
+    """Replace every graph module below `outer` by its artifact."""
+    # A graph that a request asks for calls what is there already: nothing to wait for.
+    count = 0 if artifacts.is_complete else _count_parts(outer, artifacts.config)
+    with counting("compiling part", count):
+        _lower(outer, artifacts)
 
 
 def _count_parts(outer: fx.GraphModule, config: Config) -> int:
@@ -58,47 +108,31 @@ def _count_parts(outer: fx.GraphModule, config: Config) -> int:
     return len({m for m in parts if not m.meta.get("run_as_is")})
 
 
-def _lower(outer: fx.GraphModule, config: Config, fake_mode: Any) -> int:
-    artifacts: dict[fx.GraphModule, Artifact] = {}
+def _lower(outer: fx.GraphModule, artifacts: Artifacts) -> None:
     for name in _called_modules(outer):
         module = outer.get_submodule(name)
         assert isinstance(module, fx.GraphModule)
         if _calls_modules(module):
-            if config.compile_unit == "region":
-                _replace(outer, name, _artifact(inline(module), config, fake_mode, artifacts))
+            if artifacts.config.compile_unit == "region":
+                _replace(outer, name, artifacts.of_stage(inline(module)))
                 continue
             for inner_name in _called_modules(module):
                 block = module.get_submodule(inner_name)
-                artifact = _artifact(block, config, fake_mode, artifacts)
-                _replace(module, inner_name, artifact)
+                _replace(module, inner_name, artifacts.of_stage(block))
             _replace(outer, name, module.forward)
-        elif module.meta.get("run_as_is"):
-            _replace(outer, name, module.forward)
+        elif module.meta.get("of_gate"):
+            _replace(outer, name, artifacts.of_gate(module))
         else:
-            _replace(outer, name, _artifact(module, config, fake_mode, artifacts))
-    return len(artifacts)
+            _replace(outer, name, artifacts.of_stage(module))
 
 
-def compile_parts(gm: fx.GraphModule, config: Config, fake_mode: Any) -> Artifact:
+def compile_parts(gm: fx.GraphModule, artifacts: Artifacts) -> Artifact:
     """Compile a graph without a gate: its stages, or the whole if it has none."""
     if _calls_modules(gm):
-        lower(gm, config, fake_mode)
+        lower(gm, artifacts)
         forward: Artifact = gm.forward
         return forward
-    return _artifact(gm, config, fake_mode, {})
-
-
-def _artifact(
-    gm: Any, config: Config, fake_mode: Any, artifacts: dict[fx.GraphModule, Artifact]
-) -> Artifact:
-    known = artifacts.get(gm)
-    if known is None:
-        log.info("compiling %s with %s", type(gm).__name__, config.inner)
-        step(type(gm).__name__)
-        with _own_tracing_context(fake_mode):
-            known = compile_graph(gm, _example_inputs(gm, fake_mode), config)
-        artifacts[gm] = known
-    return known
+    return artifacts.of_stage(gm)
 
 
 def _own_tracing_context(fake_mode: Any) -> Any:

@@ -16,6 +16,7 @@ from stepfx.config import Config, ConfigError
 from stepfx.dump import Dump, PassRecord, count_delta
 from stepfx.passes.base import Pass, PassContext
 from stepfx.passes.canonicalize import Canonicalize
+from stepfx.passes.graph_edit import copy_module
 from stepfx.passes.match_layouts import MatchLayouts
 from stepfx.passes.outline_blocks import OutlineBlocks
 from stepfx.passes.step_cache import StepCache
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 
 def default_pipeline(config: Config) -> tuple[Pass, ...]:
     """Return the passes that `config` asks for, in the order they run."""
-    preset = config.preset()
     passes: tuple[Pass, ...] = (
         # First, so that patterns meet one spelling.
         Canonicalize(),
@@ -36,7 +36,7 @@ def default_pipeline(config: Config) -> tuple[Pass, ...]:
         # Artifacts are compiled for strides; before the gate, which reads the streams.
         *([MatchLayouts()] if config.inner != "eager" else []),
         # Last: what it puts between the stages is not part of the model.
-        StepCache(preset.fn_compute_blocks, preset.bn_compute_blocks, config.taylor_order + 1),
+        placement(config),
     )
     return _selected(passes, config)
 
@@ -53,6 +53,27 @@ def _selected(passes: tuple[Pass, ...], config: Config) -> tuple[Pass, ...]:
     if config.stop_after is not None:
         passes = passes[: names.index(config.stop_after) + 1]
     return tuple(p for p in passes if p.name not in config.disable)
+
+
+def placement(config: Config) -> StepCache:
+    """Return where `config` wants gates, and what they watch."""
+    preset = config.preset()
+    lists: tuple[tuple[int, int], ...] = ()
+    history = config.taylor_order + 1
+    if config.lists != "joined":
+        own = [config.for_list(i) for i in range(config.lists_with_options + 1)]
+        presets = [one.preset() for one in own]
+        lists = tuple((p.fn_compute_blocks, p.bn_compute_blocks) for p in presets)
+        history = max(one.taylor_order + 1 for one in own)
+    return StepCache(
+        preset.fn_compute_blocks,
+        preset.bn_compute_blocks,
+        history,
+        preset.signal,
+        config.downsample_factor,
+        preset.per_block,
+        lists,
+    )
 
 
 @dataclass
@@ -140,11 +161,4 @@ def recorded_fake_mode(gm: fx.GraphModule) -> Any:
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy a module's graph: Dynamo reads the one it gave after the backend is done."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-        env[node].meta = dict(node.meta)
-    copied = fx.GraphModule(gm, graph)
-    copied.meta = dict(gm.meta)
-    return copied
+    return copy_module(gm)[0]

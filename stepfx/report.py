@@ -146,11 +146,22 @@ class Report:
             yield f"no gate: {self.reason}"
 
 
+def _watched_text(gate: GateSite) -> str:
+    """Say what a gate watches."""
+    return {
+        "residual": f"the residual of block(s) 0 to {gate.first - 1}",
+        "modulated": "the modulated input of block 0",
+        "timestep": "the embedding of the timestep",
+        "input": "the input of each block",
+        "none": "the recorded curve or step mask",
+    }[gate.signal]
+
+
 def gate_text(gate: GateSite) -> str:
     """Return in a sentence what a gate does."""
     return (
         f"gate: blocks {gate.first} to {gate.last - 1} of {gate.blocks} are skipped "
-        f"when the residual of block(s) 0 to {gate.first - 1} hardly changes"
+        f"when {_watched_text(gate)} hardly changes"
     )
 
 

@@ -16,10 +16,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from stepfx.config import ConfigError
+from stepfx.config import check_run_time
+from stepfx.errors import ConfigError
 
 MAX_BRANCHES = 8  # branches of one request that may keep tensors
 
@@ -39,6 +41,29 @@ class Kept:
         """Return every tensor that is held."""
         residuals = itertools.chain.from_iterable(r for _, r in self.history)
         return [*self.signals, self.ok, *residuals]
+
+
+@dataclass(eq=False)
+class GateState:
+    """What one gate knows of one branch: what it kept, and how it decided so far.
+
+    Attributes:
+        kept: tensors of the last computed steps; None if the next step must be computed.
+        reused: reused steps of the request.
+        in_a_row: reused steps since the last computed one.
+        runs: the same as cache-dit counts it.
+        drift: the sum of all scores.
+        accumulated: the sum of scores since the last computed step.
+        magnitude: product of the magnitude ratios since the last computed step.
+    """
+
+    kept: Kept | None = None
+    reused: int = 0
+    in_a_row: int = 0
+    runs: int = 0
+    drift: float = 0.0
+    accumulated: float = 0.0
+    magnitude: float = 1.0
 
 
 @dataclass(eq=False)
@@ -86,18 +111,35 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(eq=False)
 class Branch:
-    """One conditioning of one request: its schedule so far and what it keeps."""
+    """One conditioning of one request: its schedule so far and the state of its gates.
+
+    `layout` names the graph whose gates the states belong to; `origin` is the step at which
+    the branch was last refreshed.
+    """
 
     name: str
     signature: object
     conditioning: Conditioning | None
     clocks: Conditioning | None = None
-    kept: Kept | None = None
+    gates: list[GateState] = field(default_factory=lambda: [GateState()])
+    layout: object = None
+    origin: int = 0
+    first_time: float | None = None
     last_time: float | None = None
     ambiguous: bool = False
     schedule: list[bool] = field(default_factory=list)
     scores: list[float | None] = field(default_factory=list)
-    in_a_row: int = 0
+    skipped: list[int] = field(default_factory=list)
+
+    @property
+    def kept(self) -> Kept | None:
+        """What the first gate keeps; setting it to None drops what every gate keeps."""
+        return self.gates[0].kept
+
+    @kept.setter
+    def kept(self, kept: Kept | None) -> None:
+        for state in self.gates:
+            state.kept = kept
 
     @property
     def step(self) -> int:
@@ -105,16 +147,47 @@ class Branch:
         return len(self.schedule)
 
     @property
+    def position(self) -> int:
+        """The same since the last refresh."""
+        return len(self.schedule) - self.origin
+
+    @property
     def reused(self) -> int:
-        """Steps that ran no skipped block."""
+        """Steps in which a gate skipped blocks."""
         return self.schedule.count(False)
 
-    def record(self, time: float, computed: bool, score: float | None) -> None:
+    def fit(self, layout: object, gates: int) -> None:
+        """Make the states those of the `gates` of a graph; of another graph nothing is kept."""
+        if self.layout != layout:
+            self.kept = None
+            self.gates += [GateState() for _ in range(gates - len(self.gates))]
+            self.layout = layout
+
+    def refresh(self) -> None:
+        """Forget what is kept and how was decided; the coming step is a first one."""
+        self.gates = [GateState() for _ in self.gates]
+        self.origin = self.step
+
+    def level(self, time: float | None, now: float) -> float:
+        """Return the noise level of `time`, 1 for noise and 0 for none.
+
+        Times count to 1 or to 1000, and fall, or rise where models count from noise up.
+        """
+        first = self.first_time if self.first_time is not None else now
+        scale = 1000.0 if max(abs(first), abs(now)) > 1 else 1.0
+        level = (first if time is None else time) / scale
+        return 1 - level if now > first else level
+
+    def record(
+        self, time: float, computed: bool, score: float | None, skipped: int = 0
+    ) -> None:
         """Add one finished step."""
         self.schedule.append(computed)
         self.scores.append(score)
-        self.in_a_row = 0 if computed else self.in_a_row + 1
+        self.skipped.append(skipped)
         self.last_time = time
+        if self.first_time is None:
+            self.first_time = time
 
 
 @dataclass(eq=False)
@@ -143,10 +216,17 @@ class Request:
 
 
 class Scope:
-    """An open `stepfx.request(...)` block: a name for what happens inside."""
+    """An open `stepfx.request(...)` block: a name and options for what happens inside."""
 
-    def __init__(self, steps: int | None, name: str | None, branch: str | None) -> None:
+    def __init__(
+        self,
+        steps: int | None,
+        name: str | None,
+        branch: str | None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
         self.steps, self.name, self.branch = steps, name, branch
+        self.options: dict[str, Any] = options or {}
         self.root: Scope = self
         self.requests: list[Request] = []
 
@@ -161,7 +241,10 @@ def current_scope() -> Scope | None:
 
 @contextlib.contextmanager
 def request(
-    steps: int | None = None, name: str | None = None, branch: str | None = None
+    steps: int | None = None,
+    name: str | None = None,
+    branch: str | None = None,
+    **options: Any,
 ) -> Iterator[None]:
     """Mark what happens inside as one request, or as one branch of the request around it.
 
@@ -170,10 +253,15 @@ def request(
         name: how the request is called in `stepfx.stats`.
         branch: how the CFG branch, tile or window is called. Inside another request and
             without `steps` and `name` it names a branch of that request.
+        **options: options of `stepfx.Config` that hold inside (`cache`, `threshold`,
+            `fn_compute_blocks`, masks, limits, ...), over those that the model was compiled
+            with. No option that may be given here recompiles the model.
 
     Raises:
-        ConfigError: `steps` is not a positive integer, or a name is empty.
+        ConfigError: `steps` is not a positive integer, a name is empty, an option is unknown
+            or has a bad value, or is fixed when a model is compiled.
     """
+    check_run_time("request", options)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
         raise ConfigError(f"request: 'steps' must be a positive integer, not {steps!r}")
     if steps is not None and steps < 1:
@@ -181,9 +269,10 @@ def request(
     for label, value in (("name", name), ("branch", branch)):
         if value is not None and (not isinstance(value, str) or not value):
             raise ConfigError(f"request: {label!r} must be a non-empty string, not {value!r}")
-    scope, outer = Scope(steps, name, branch), _scope.get()
+    scope, outer = Scope(steps, name, branch, options), _scope.get()
     if outer is not None and steps is None and name is None:
         scope.root = outer.root
+        scope.options = {**outer.options, **options}
         scope.branch = branch or outer.branch
     token = _scope.set(scope)
     try:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepfx import calls
-from stepfx.gate import Gate, Policy
+from stepfx.arrangements import Arrangements
+from stepfx.gate import Gate
 from stepfx.requests import current_scope
 from stepfx.session import SESSIONS, Caller
 
@@ -80,27 +81,26 @@ class GatedGraph:
 
     def __init__(
         self,
-        forward: Callable[..., Any],
+        arrangements: Arrangements,
         roles: InputRoles,
-        policy: Policy,
-        has_time: bool,
         fingerprint: str,
         code: tuple[str, str] | None = None,
         is_first: bool = True,
     ) -> None:
-        self._forward = forward
+        self._arrangements = arrangements
         self._identity = _picker(roles.identity)
         self._weights = _picker(roles.weights)
         self._conditioning = _picker(roles.conditioning)
         self._clocks = _picker(roles.clocks)
         self._given = _picker(roles.given)
-        self._policy, self._has_time = policy, has_time
         self._fingerprint = fingerprint
         self._code, self._is_first = code, is_first
         self._outputs = roles.outputs
 
     def __call__(self, *args: Any) -> Any:
         """Run one denoising step of whoever the inputs belong to."""
+        scope = current_scope()
+        arrangement = self._arrangements.of(scope)
         session = SESSIONS.of(self._identity(args))
         with session.lock:
             session.observe_weights(self._weights(args))
@@ -109,13 +109,13 @@ class GatedGraph:
             if self._code is not None:
                 time, conditioning = self._behind_break(conditioning)
             caller = Caller(
-                current_scope(),
+                scope,
                 (self._fingerprint, *shapes),
                 conditioning,
                 self._clocks(args),
             )
-            gate = Gate(session, caller, self._policy, self._has_time, time)
-            return self._forward(gate, *args)
+            gate = Gate(session, caller, arrangement.plan, time)
+            return arrangement.forward(gate, *args)
 
     def _behind_break(self, own: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the timestep and conditioning of a call that other graphs are part of."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stepfx.config import StepfxWarning
+from stepfx.errors import StepfxWarning
 from stepfx.requests import (
     MAX_BRANCHES,
     Branch,
@@ -130,6 +130,10 @@ class Session:
         if caller.scope is None:
             self.current = request
         return branch
+
+    def request_of(self, branch: Branch) -> Request:
+        """Return the request that a settled branch belongs to."""
+        return next(r for r in reversed(self.requests) if branch in r.branches)
 
     @staticmethod
     def _repeats(request: Request | None, branch: Branch | None, time: float) -> bool:

@@ -169,7 +169,7 @@ def test_a_failing_pass_is_run_around(hand_made: Any, monkeypatch: pytest.Monkey
     def fail(*_: Any) -> None:
         raise RuntimeError("a planted bug")
 
-    monkeypatch.setattr("stepfx.backend.lower", fail)
+    monkeypatch.setattr("stepfx.arrangements.lower", fail)
     monkeypatch.delenv("STEPFX_STRICT")
     model = hand_made(4)
     compiled = torch.compile(model, backend=stepfx.Backend(inner="eager", threshold=1e9))

@@ -29,7 +29,7 @@ def test_defaults() -> None:
         ({"threshold": float("nan")}, ["'threshold'"]),
         ({"threshold": "0.1"}, ["'threshold'", "'0.1'"]),
         ({"threshold": True}, ["'threshold'"]),
-        ({"cache": "fbcahe"}, ["'cache'", "'fbcache', None", "did you mean 'fbcache'?"]),
+        ({"cache": "fbcahe"}, ["'cache'", "'dbprune', None", "did you mean 'fbcache'?"]),
         ({"fn_compute_blocks": 0}, ["'fn_compute_blocks'", "at least 1"]),
         ({"bn_compute_blocks": -2}, ["'bn_compute_blocks'", "at least 0"]),
         ({"warmup_interval": 0}, ["'warmup_interval'", "at least 1"]),

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from stepfx.config import ALIASES, PRESETS, Config
+from stepfx.config import Config
+from stepfx.methods import PRESETS
 from stepfx.passes.base import Pass
 from stepfx.pipeline import default_pipeline
+from stepfx.spellings import ALIASES
 
 MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 
