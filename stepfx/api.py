@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepfx.backend import Backend, rewrite, why_not_gated, why_not_this_part
+from stepfx.backend import (
+    Backend,
+    default_backend,
+    rewrite,
+    why_not_gated,
+    why_not_this_part,
+)
 from stepfx.config import Config
 from stepfx.frames import part_of
 from stepfx.pipeline import PipelineResult
@@ -70,13 +76,15 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Trace one call of `model` and report its block lists and where the gate would sit.
 
     Nothing is compiled, and a model whose first graph can be gated is not run. Of others
-    each graph is run as it is, once, to reach the graphs behind it.
+    each graph is run as it is, once, to reach the graphs behind it. The passes are those of
+    `backend="stepfx"` in this process (`stepfx.configure`, the environment).
     """
-    config = Config.build(inner="eager")
+    options = default_backend().config
+    config = replace(options, cache=options.cache or Config.cache)
     results: list[PipelineResult | str] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        result = rewrite(gm, config)
+        result = rewrite(gm, config, keep=True)
         reason = why_not_gated(inputs) or why_not_this_part(part_of(gm), result)
         results.append(result)
         if reason is not None:
@@ -94,7 +102,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, _TraceDoneError):
             raise
-    return report_of(results)
+    runs = stats(target) if isinstance(target, torch.nn.Module) else ()
+    return report_of(results, runs, type(target).__name__)
 
 
 def _with_reason(result: PipelineResult, reason: str) -> PipelineResult:

@@ -19,7 +19,8 @@ from stepfx.config import Config, StepfxWarning, is_strict
 from stepfx.dump import Dump
 from stepfx.frames import Part, part_of
 from stepfx.gate import Policy
-from stepfx.lowering import compile_graph, lower
+from stepfx.logs import register
+from stepfx.lowering import compile_graph, compile_parts, lower
 from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.inputs import find_times
@@ -34,9 +35,11 @@ from stepfx.patterns.program import (
 from stepfx.patterns.region import Region
 from stepfx.pipeline import PipelineResult, default_pipeline, recorded_fake_mode, run_pipeline
 from stepfx.printer import format_graph
+from stepfx.report import report_of
 from stepfx.runtime import GatedGraph, InputRoles, ObservedGraph
 
 log = logging.getLogger(__name__)
+register()
 
 
 @dataclass(eq=False)
@@ -84,10 +87,13 @@ class Backend:
         if options or mode:
             config = Config.build(config, **{"mode": mode, **(options or {})})
         if config.cache is None:
+            Dump(config.dump).left_alone(gm, "option 'cache' is None")
             return compile_graph(gm, example_inputs, config)
         reason = why_not_gated(example_inputs)
         part = part_of(gm)
-        if reason is None:
+        if reason is not None:
+            Dump(config.dump).left_alone(gm, reason)
+        else:
             try:
                 compiled = self._compile_gated(gm, config, part)
             except Exception as error:
@@ -128,12 +134,18 @@ class Backend:
         result = rewrite(gm, config)
         reason = why_not_this_part(part, result)
         site: GateSite | None = result.notes.get("gate")
-        if site is None or reason is not None:
-            misses = result.misses or ["a pass that it needs is disabled"]
-            return reason or misses[0]
+        if reason is not None:
+            return reason
+        fake_mode = recorded_fake_mode(gm)
+        if site is None:
+            left_out = _left_out(result)
+            if left_out is None:
+                return result.misses[0]
+            # Whoever leaves out a pass wants to see what the others do.
+            self._warn(gm, f"the model runs without a step cache: {left_out}")
+            return compile_parts(result.module, config, fake_mode)
         if not part.is_whole and part.model is not None:
             self._broken.setdefault(part.model, _Broken()).is_gated = True
-        fake_mode = recorded_fake_mode(gm)
         count = lower(result.module, config, fake_mode)
         log.info("%d artifacts, gate %s", count, site)
         policy = Policy(
@@ -164,10 +176,25 @@ class Backend:
             log.info("%s", text)
 
 
-def rewrite(gm: fx.GraphModule, config: Config) -> PipelineResult:
-    """Run the pass pipeline on a copy of `gm`."""
+def rewrite(gm: fx.GraphModule, config: Config, keep: bool = False) -> PipelineResult:
+    """Run the pass pipeline on a copy of `gm`; `keep` keeps the texts of all passes."""
     passes = default_pipeline(config)
-    return run_pipeline(gm, passes, recorded_fake_mode(gm), Dump(config.dump))
+    dump = Dump(config.dump, keep)
+    result = run_pipeline(gm, passes, recorded_fake_mode(gm), dump)
+    if dump.folder is not None:
+        report = report_of([result])
+        dump.write("report.txt", str(report))
+        report.to_html(dump.folder / "report.html")
+    return result
+
+
+def _left_out(result: PipelineResult) -> str | None:
+    """Say which pass that a gate needs was left out by the user, if any."""
+    ran = {record.name for record in result.records}
+    for name in ("outline_blocks", "step_cache"):
+        if name not in ran:
+            return f"pass {name!r} is left out by option 'disable' or 'stop_after'"
+    return None
 
 
 def fingerprint(gm: fx.GraphModule, config: Config) -> str:

@@ -81,6 +81,8 @@ class Config:
         mode: an Inductor mode.
         inductor: Inductor settings by name.
         dump: folder for the text of every graph after every pass.
+        disable: passes to leave out.
+        stop_after: the last pass to run; what it leaves is compiled without the passes behind.
     """
 
     cache: str | None = "fbcache"
@@ -99,6 +101,7 @@ class Config:
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dump: Path | None = None
     disable: tuple[str, ...] = ()
+    stop_after: str | None = None
 
     @classmethod
     def build(cls, base: Config | None = None, /, **options: Any) -> Config:
@@ -147,12 +150,25 @@ def _from_environment() -> dict[str, Any]:
         options.setdefault("dump", os.environ["STEPFX_DUMP"])
     if os.environ.get("STEPFX_DISABLE"):
         options.setdefault("disable", os.environ["STEPFX_DISABLE"].split(","))
+    if os.environ.get("STEPFX_STOP_AFTER"):
+        options.setdefault("stop_after", os.environ["STEPFX_STOP_AFTER"])
     return options
 
 
 def is_strict() -> bool:
     """Tell whether a failure inside stepfx is raised instead of run around (tests do)."""
     return os.environ.get("STEPFX_STRICT", "") not in ("", "0")
+
+
+def shows_progress() -> bool:
+    """Tell whether bars may be drawn (STEPFX_PROGRESS=0 forbids it)."""
+    return os.environ.get("STEPFX_PROGRESS", "1") not in ("", "0")
+
+
+def stepfx_variables() -> dict[str, str]:
+    """Return the variables of the environment that speak to stepfx."""
+    found = {k: v for k, v in os.environ.items() if k.startswith("STEPFX_")}
+    return dict(sorted(found.items()))
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -234,6 +250,12 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(str(item).strip() for item in value if str(item).strip())
 
 
+def _name(name: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"option {name!r} must be the name of a pass, or None, not {value!r}")
+    return value
+
+
 _CHECKS: dict[str, Any] = {
     "cache": _cache,
     "threshold": _number,
@@ -251,4 +273,5 @@ _CHECKS: dict[str, Any] = {
     "inductor": _mapping,
     "dump": _folder,
     "disable": _names,
+    "stop_after": _name,
 }

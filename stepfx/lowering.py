@@ -16,6 +16,8 @@ from torch import fx
 from stepfx.config import Config
 from stepfx.passes.graph_edit import called_module, inline
 from stepfx.patterns.program import value_of
+from stepfx.printer import graph_modules
+from stepfx.progress import counting, step
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,22 @@ def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], config: Config) -> 
 
 def lower(outer: fx.GraphModule, config: Config, fake_mode: Any) -> int:
     """Replace every graph module below `outer` by its artifact; return how many there are."""
+    with counting("compiling part", _count_parts(outer, config)):
+        return _lower(outer, config, fake_mode)
+
+
+def _count_parts(outer: fx.GraphModule, config: Config) -> int:
+    """Return how many artifacts there will be."""
+    parts = [m for m in graph_modules(outer).values() if m is not outer]
+    if config.compile_unit == "region":
+        direct = map(outer.get_submodule, _called_modules(outer))
+        parts = [m for m in direct if isinstance(m, fx.GraphModule)]
+    else:
+        parts = [m for m in parts if not _calls_modules(m)]
+    return len({m for m in parts if not m.meta.get("run_as_is")})
+
+
+def _lower(outer: fx.GraphModule, config: Config, fake_mode: Any) -> int:
     artifacts: dict[fx.GraphModule, Artifact] = {}
     for name in _called_modules(outer):
         module = outer.get_submodule(name)
@@ -61,12 +79,22 @@ def lower(outer: fx.GraphModule, config: Config, fake_mode: Any) -> int:
     return len(artifacts)
 
 
+def compile_parts(gm: fx.GraphModule, config: Config, fake_mode: Any) -> Artifact:
+    """Compile a graph without a gate: its stages, or the whole if it has none."""
+    if _calls_modules(gm):
+        lower(gm, config, fake_mode)
+        forward: Artifact = gm.forward
+        return forward
+    return _artifact(gm, config, fake_mode, {})
+
+
 def _artifact(
     gm: Any, config: Config, fake_mode: Any, artifacts: dict[fx.GraphModule, Artifact]
 ) -> Artifact:
     known = artifacts.get(gm)
     if known is None:
         log.info("compiling %s with %s", type(gm).__name__, config.inner)
+        step(type(gm).__name__)
         with _own_tracing_context(fake_mode):
             known = compile_graph(gm, _example_inputs(gm, fake_mode), config)
         artifacts[gm] = known

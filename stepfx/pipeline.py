@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stepfx.config import Config, ConfigError
-from stepfx.dump import Dump
+from stepfx.dump import Dump, PassRecord, count_delta
 from stepfx.passes.base import Pass, PassContext
 from stepfx.passes.canonicalize import Canonicalize
 from stepfx.passes.match_layouts import MatchLayouts
 from stepfx.passes.outline_blocks import OutlineBlocks
 from stepfx.passes.step_cache import StepCache
 from stepfx.patterns.program import value_of
+from stepfx.printer import count_operations, format_module
 
 log = logging.getLogger(__name__)
 
@@ -37,25 +38,21 @@ def default_pipeline(config: Config) -> tuple[Pass, ...]:
         # Last: what it puts between the stages is not part of the model.
         StepCache(preset.fn_compute_blocks, preset.bn_compute_blocks, config.taylor_order + 1),
     )
-    names = {p.name for p in passes}
-    for name in config.disable:
-        if name not in names:
-            raise ConfigError(
-                f"option 'disable' names no pass: {name!r} (passes: {', '.join(sorted(names))})"
-            )
+    return _selected(passes, config)
+
+
+def _selected(passes: tuple[Pass, ...], config: Config) -> tuple[Pass, ...]:
+    """Leave out what `config` disables and what comes behind the pass it stops after."""
+    names = [p.name for p in passes]
+    for option, given in (("disable", config.disable), ("stop_after", (config.stop_after,))):
+        for name in given:
+            if name is not None and name not in names:
+                raise ConfigError(
+                    f"option {option!r} names no pass: {name!r} (passes: {', '.join(names)})"
+                )
+    if config.stop_after is not None:
+        passes = passes[: names.index(config.stop_after) + 1]
     return tuple(p for p in passes if p.name not in config.disable)
-
-
-@dataclass(frozen=True)
-class PassRecord:
-    """What one pass did to one graph."""
-
-    name: str
-    rewrites: int
-    milliseconds: float
-    nodes_before: int
-    nodes_after: int
-    misses: tuple[str, ...] = ()
 
 
 @dataclass
@@ -65,7 +62,7 @@ class PipelineResult:
     module: fx.GraphModule
     notes: dict[str, Any]
     records: list[PassRecord] = field(default_factory=list)
-    dump_folder: Path | None = None
+    dump: Dump = field(default_factory=Dump)
 
     @property
     def misses(self) -> list[str]:
@@ -78,34 +75,56 @@ def run_pipeline(
 ) -> PipelineResult:
     """Run `passes` on a copy of `gm`; a failing pass is named in the error's notes."""
     module = copy_graph_module(gm)
-    notes: dict[str, Any] = {}
-    result = PipelineResult(module, notes, dump_folder=dump.folder)
+    result = PipelineResult(module, {}, dump=dump)
     dump.graph(0, "dynamo", module)
+    counts = count_operations(module)
     for number, one in enumerate(passes, start=1):
         misses: list[str] = []
         before = len(module.graph.nodes)
         start = time.perf_counter()
-        try:
-            rewrites = one(module, PassContext(fake_mode, misses.append, notes))
+        with _named_in_errors(one, module, result):
+            rewrites = one(module, PassContext(fake_mode, misses.append, result.notes))
             if rewrites:
                 module.graph.lint()
                 module.recompile()
-        except Exception as error:
-            done = ", ".join(record.name for record in result.records) or "none"
-            error.add_note(f"in stepfx pass {one.name!r}; passes done before it: {done}")
-            if dump.folder is not None:
-                error.add_note(f"graphs up to this pass are in {dump.folder}")
-            raise
         elapsed = (time.perf_counter() - start) * 1000
+        counts_after = count_operations(module) if rewrites else counts
         record = PassRecord(
-            one.name, rewrites, elapsed, before, len(module.graph.nodes), tuple(misses)
+            one.name,
+            rewrites,
+            elapsed,
+            before,
+            len(module.graph.nodes),
+            count_delta(counts, counts_after),
+            tuple(misses),
         )
+        counts = counts_after
         log.debug("%s", record)
+        for miss in misses:
+            log.debug("%s missed: %s", one.name, miss)
         result.records.append(record)
         if rewrites:
             dump.graph(number, one.name, module)
-    dump.summary(result.records)
+    dump.finish(module, result.records)
     return result
+
+
+@contextlib.contextmanager
+def _named_in_errors(
+    one: Pass, module: fx.GraphModule, result: PipelineResult
+) -> Iterator[None]:
+    """Add to an error which pass failed, what ran before it, and where to look."""
+    try:
+        yield
+    except Exception as error:
+        done = ", ".join(record.name for record in result.records) or "none"
+        error.add_note(f"in stepfx pass {one.name!r}; passes done before it: {done}")
+        if result.dump.folder is None:
+            error.add_note("STEPFX_DUMP=folder writes the graph after each pass")
+        else:
+            result.dump.write(f"failed_{one.name}.txt", format_module(module))
+            error.add_note(f"the graphs up to this pass are in {result.dump.folder}")
+        raise
 
 
 def recorded_fake_mode(gm: fx.GraphModule) -> Any:

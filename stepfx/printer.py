@@ -3,12 +3,12 @@
 One line an operation, numbered in program order; names that fx made up are not shown, so
 that equal graphs print alike:
 
+    %0: f32[1, 16, 4] = input                              # hidden_states, model.py:17
     %2: f32[1, 16, 32] = linear(%0, %1, None)              # model.py:17
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from typing import Any
@@ -46,29 +46,35 @@ def format_graph(graph: fx.Graph, sources: bool = True) -> str:
         kind = format_value(value_of(node))
         left = f"{names[node]}: {kind}" if kind else names[node]
         text = f"{left} = {_operation(node, names)}"
-        source = source_line(node) if sources else ""
-        lines.append(f"{text:<72}  # {source}" if source else text)
+        comment = _comment(node) if sources else ""
+        lines.append(f"{text:<72}  # {comment}" if comment else text)
     return "\n".join(lines) + "\n"
 
 
 def format_module(gm: fx.GraphModule, title: str = "graph", sources: bool = True) -> str:
     """Return the text of a graph module and of each distinct module that it calls."""
-    parts: dict[int, str] = {}
+    parts = []
+    for name, module in graph_modules(gm, title).items():
+        body = format_graph(module.graph, sources).splitlines()
+        parts.append(f"{name}:\n" + "".join(f"    {line}\n" for line in body))
+    return "\n".join(parts)
+
+
+def graph_modules(gm: fx.GraphModule, title: str = "graph") -> dict[str, fx.GraphModule]:
+    """Return `gm` and each distinct graph module that it calls, by name, outer ones first."""
+    found: dict[str, fx.GraphModule] = {}
     queue: list[tuple[str, fx.GraphModule]] = [(title, gm)]
     while queue:
         name, module = queue.pop(0)
-        if id(module) in parts:
+        if any(module is known for known in found.values()):
             continue
-        body = format_graph(module.graph, sources)
-        parts[id(module)] = f"{name}:\n" + "".join(
-            f"    {line}\n" for line in body.splitlines()
-        )
+        found[name] = module
         for node in module.graph.nodes:
             if node.op in ("call_module", "get_attr"):
                 called = called_module(module, str(node.target))
                 if called is not None:
                     queue.append((str(node.target), called))
-    return "\n".join(parts.values())
+    return found
 
 
 def format_value(value: Any) -> str:
@@ -97,21 +103,28 @@ def operation_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def count_operations(graph: fx.Graph) -> Counter[str]:
-    """Count the operations of a graph by name."""
-    return Counter(operation_name(n) for n in graph.nodes if n.op.startswith("call_"))
+def input_name(node: fx.Node) -> str:
+    """Return what the model calls an input: `blocks.0.norm.weight`, `hidden_states`.
+
+    Dynamo spells the path to a value as an identifier. In a block that several places share
+    it is the path of the first.
+    """
+    name = re.sub(r"(?i)^L_(self_+(dict_+)?(modules_+)?|kwargs_+)?", "", str(node.target))
+    name = name.strip("_")
+    return re.sub(r"_+(modules|parameters|buffers)_+", ".", name)
 
 
-def diff(before: str, after: str, name: str) -> str:
-    """Return the unified diff of two texts."""
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True),
-        after.splitlines(keepends=True),
-        f"before {name}",
-        f"after {name}",
-        n=2,
-    )
-    return "".join(lines)
+def count_operations(gm: fx.GraphModule) -> Counter[str]:
+    """Count by name the operations of a graph module and of each that it calls."""
+    counts: Counter[str] = Counter()
+    for module in graph_modules(gm).values():
+        counts.update(operation_name(n) for n in module.graph.nodes if n.op.startswith("call_"))
+    return counts
+
+
+def _comment(node: fx.Node) -> str:
+    name = input_name(node) if node.op == "placeholder" and value_of(node) is not None else ""
+    return ", ".join(filter(None, (name, source_line(node))))
 
 
 def _operation(node: fx.Node, names: dict[fx.Node, str]) -> str:

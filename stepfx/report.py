@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
-from dataclasses import asdict, dataclass
-from typing import Any
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +20,10 @@ from stepfx.patterns.forward_pattern import stream_names
 from stepfx.patterns.program import shape_of, value_of
 from stepfx.patterns.region import Region
 from stepfx.pipeline import PipelineResult
-from stepfx.printer import format_value
+from stepfx.printer import format_value, input_name
+
+if TYPE_CHECKING:
+    from stepfx.api import RequestStats
 
 PATTERN_TEXT = {
     0: "0: (h, e) -> (h, e)",
@@ -69,6 +75,9 @@ class Report:
         conditioning: the inputs that tell CFG branches apart.
         fingerprint: a hash of the kinds of blocks, the same for all sizes of an architecture;
             None without block lists.
+        runs: what happened in the requests of the model so far, oldest first.
+        results: the rewritten graphs behind the report, or why there is none.
+        model: the class of the model, for titles.
     """
 
     graphs: int
@@ -79,10 +88,26 @@ class Report:
     latents: tuple[str, ...] = ()
     conditioning: tuple[str, ...] = ()
     fingerprint: str | None = None
+    runs: tuple[RequestStats, ...] = ()
+    results: tuple[PipelineResult | str, ...] = field(default=(), repr=False, compare=False)
+    model: str = "model"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain dictionaries, lists, numbers and strings."""
-        return asdict(self)
+        return asdict(replace(self, results=()))
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as one HTML file without outside resources; return its path.
+
+        Beside what the text says it shows a block of each list as a graph, what each pass
+        changed, and the schedule and scores of `runs`.
+        """
+        from stepfx.html_report.page import page
+
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page(self), encoding="utf-8")
+        return target
 
     def __str__(self) -> str:
         """Return the report as a table and sentences for a terminal."""
@@ -116,16 +141,24 @@ class Report:
         if self.conditioning:
             yield f"conditioning: {', '.join(self.conditioning)}"
         if self.gate is not None:
-            gate = self.gate
-            yield (
-                f"gate: blocks {gate.first} to {gate.last - 1} of {gate.blocks} are skipped "
-                f"when the residual of block(s) 0 to {gate.first - 1} hardly changes"
-            )
+            yield gate_text(self.gate)
         else:
             yield f"no gate: {self.reason}"
 
 
-def report_of(results: list[PipelineResult | str]) -> Report:
+def gate_text(gate: GateSite) -> str:
+    """Return in a sentence what a gate does."""
+    return (
+        f"gate: blocks {gate.first} to {gate.last - 1} of {gate.blocks} are skipped "
+        f"when the residual of block(s) 0 to {gate.first - 1} hardly changes"
+    )
+
+
+def report_of(
+    results: Sequence[PipelineResult | str],
+    runs: Sequence[RequestStats] = (),
+    model: str = "model",
+) -> Report:
     """Make one report of all graphs of a model; a string is why a graph was left alone."""
     lists: list[BlockListReport] = []
     found: list[BlockList] = []
@@ -149,18 +182,24 @@ def report_of(results: list[PipelineResult | str]) -> Report:
             gate, main = site, analysis
     reason = None if gate is not None else (reasons or ["nothing was compiled"])[0]
     print_of = fingerprint(found) if found else None
-    if main is None:
-        return Report(len(results), tuple(lists), gate, reason, fingerprint=print_of)
-    inputs = main.inputs
-    return Report(
+    report = Report(
         len(results),
         tuple(lists),
         gate,
         reason,
-        None if inputs.timestep is None else _input(inputs.timestep),
-        tuple(map(_input, inputs.latents)),
-        tuple(map(_input, inputs.conditioning)),
-        print_of,
+        fingerprint=print_of,
+        runs=tuple(runs),
+        results=tuple(results),
+        model=model,
+    )
+    if main is None:
+        return report
+    inputs = main.inputs
+    return replace(
+        report,
+        timestep=None if inputs.timestep is None else _input(inputs.timestep),
+        latents=tuple(map(_input, inputs.latents)),
+        conditioning=tuple(map(_input, inputs.conditioning)),
     )
 
 
@@ -168,15 +207,12 @@ def _lists_of(analysis: Analysis, graph: int, is_gated: bool) -> list[BlockListR
     reports = []
     region = analysis.region
     for blocks, pattern in zip(analysis.lists, analysis.patterns, strict=True):
-        image: tuple[int, ...] = ()
         inside = isinstance(region, Region) and blocks in region.lists
-        if isinstance(region, Region) and inside:
-            origins = region.origins[region.lists.index(blocks)]
-            image = tuple(i for i, origin in enumerate(origins) if origin in region.image)
-        names = stream_names(blocks, image) if image else _plain_names(blocks)
         streams = [
             f"{name}: {format_value(value_of(stream.entry))}"
-            for name, stream in zip(names, blocks.streams, strict=True)
+            for name, stream in zip(
+                stream_labels(analysis, blocks), blocks.streams, strict=True
+            )
         ]
         streams.sort(reverse=True)  # h before e
         kinds = [slot.kind for slot in blocks.kinds[0].slots]
@@ -196,12 +232,18 @@ def _lists_of(analysis: Analysis, graph: int, is_gated: bool) -> list[BlockListR
     return reports
 
 
-def _plain_names(blocks: BlockList) -> list[str]:
+def stream_labels(analysis: Analysis, blocks: BlockList) -> list[str]:
+    """Return the names of a list's streams: h and e under a gate, else s0, s1, ..."""
+    region = analysis.region
+    if isinstance(region, Region) and blocks in region.lists:
+        origins = region.origins[region.lists.index(blocks)]
+        image = tuple(i for i, origin in enumerate(origins) if origin in region.image)
+        if image:
+            return stream_names(blocks, image)
     return [f"s{i}" for i in range(len(blocks.streams))]
 
 
 def _input(node: Any) -> str:
     """Return what the caller calls an input, with its type."""
-    name = str(node.target).removeprefix("L_").removeprefix("kwargs_").strip("_")
     shape = ", ".join(shape_of(node) or ())
-    return f"{name} {format_value(value_of(node)).split('[')[0]}[{shape}]"
+    return f"{input_name(node)} {format_value(value_of(node)).split('[')[0]}[{shape}]"

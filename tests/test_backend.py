@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,26 +189,6 @@ def test_dynamos_graph_is_left_alone(hand_made: Any) -> None:
 
     run(torch.compile(hand_made(4), backend=spy))
     assert texts[0] == texts[1]
-
-
-def test_dump(hand_made: Any, tmp_path: Path) -> None:
-    backend = stepfx.Backend(inner="eager", threshold=1e9, dump=tmp_path)
-    run(torch.compile(hand_made(4), backend=backend))
-    folder = tmp_path / "graph_0"
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == [
-        "00_dynamo.txt",
-        "02_outline_blocks.txt",
-        "03_step_cache.txt",
-        "outer.txt",
-        "summary.txt",
-    ]
-    assert "call list_0_block" in (folder / "outer.txt").read_text()
-    assert "conftest.py:" in (folder / "00_dynamo.txt").read_text()
-    summary = (folder / "summary.txt").read_text()
-    assert "outline_blocks" in summary
-    run(torch.compile(hand_made(5), backend=backend))
-    assert (tmp_path / "graph_1").is_dir()
 
 
 def test_explain_of_a_compiled_model(hand_made: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stepfx
-from stepfx.cli import main
+from stepfx.cli.main import main
 from stepfx.demo.digits import (
     WEIGHTS,
     accuracy,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from stepfx.cli.command import CommandError, Exit
 from stepfx.demo.compare import Comparison, compare, comparison_table
 
 # Chosen on the bundled model with other seeds (docs/demo.md). The first steps change most,
@@ -36,24 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def run(args: argparse.Namespace, console: Console) -> int:
-    """Run the demo; return the exit code."""
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Run the demo and return what `--report` writes.
+
+    Raises:
+        CommandError: a number is too small, a package is missing, or weights cannot be had.
+    """
     for name, least in (("steps", 1), ("samples", 1), ("runs", 1)):
         if getattr(args, name) < least:
-            print(f"--{name} must be at least {least}", file=sys.stderr)
-            return 2
+            raise CommandError(f"--{name} must be at least {least}", code=Exit.USAGE)
     try:
         import diffusers  # noqa: F401
         import matplotlib  # noqa: F401
     except ImportError as error:
-        print(f"the demo needs {error.name}: pip install 'stepfx[diffusers]'", file=sys.stderr)
-        return 2
+        raise CommandError(
+            f"the demo needs {error.name}", "pip install 'stepfx[diffusers]'", Exit.USAGE
+        ) from error
     if args.model == "digits":
         return run_digits(args, console)
     return run_dit(args, console)
 
 
-def run_digits(args: argparse.Namespace, console: Console) -> int:
+def run_digits(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Sample the bundled model and let the judge grade both sets."""
     from stepfx.demo.digits import (
         accuracy,
@@ -97,11 +101,10 @@ def run_digits(args: argparse.Namespace, console: Console) -> int:
     subtitle = f"{result.speedup:.2f}x faster than Inductor alone, PSNR {psnr:.1f} dB"
     save_picture(args.picture, result, threshold, subtitle)
     console.print(f"picture: {args.picture}")
-    _write_report(args.report, result, psnr, graded)
-    return 0
+    return _report(args.report, result, psnr, graded)
 
 
-def run_dit(args: argparse.Namespace, console: Console) -> int:
+def run_dit(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the published experiment: one class, 25 steps, DPMSolverMultistep."""
     from diffusers import DiTPipeline, DPMSolverMultistepScheduler
 
@@ -112,14 +115,12 @@ def run_dit(args: argparse.Namespace, console: Console) -> int:
         pipe = DiTPipeline.from_pretrained(args.model, torch_dtype=dtype)
     except Exception as error:
         # The hub client raises many kinds; each means that the weights are not to be had.
-        print(
+        raise CommandError(
             f"the weights of {args.model} cannot be loaded: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}\nThis run needs the model's files, either from "
-            "the Hugging Face hub or as a local folder given to --model; `stepfx demo` "
-            "without --model needs nothing.",
-            file=sys.stderr,
-        )
-        return 1
+            f"{str(error).splitlines()[0]}",
+            "This run needs the model's files, either from the Hugging Face hub or as a local "
+            "folder given to --model; `stepfx demo` without --model needs nothing.",
+        ) from error
     pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
     pipe.to(args.device).set_progress_bar_config(disable=True)
     transformer = pipe.transformer.requires_grad_(False)
@@ -142,8 +143,7 @@ def run_dit(args: argparse.Namespace, console: Console) -> int:
     console.print(f"schedule (1 computed, 0 reused): {result.schedule}")
     console.print("to beat: 9 computed and 16 reused steps, 2.48x (TeaCache on DiT-XL/2-256)")
     save_picture(args.picture, result, threshold, f"{args.model}, {result.speedup:.2f}x")
-    _write_report(args.report, result, psnr, [None, None])
-    return 0
+    return _report(args.report, result, psnr, [None, None])
 
 
 class _Stepping(torch.nn.Module):
@@ -171,11 +171,9 @@ class _Stepping(torch.nn.Module):
         return out
 
 
-def _write_report(
+def _report(
     path: Path | None, result: Comparison, psnr: float, graded: list[Any]
-) -> None:
-    if path is None:
-        return
+) -> dict[str, Any]:
     record = {
         "steps": result.steps,
         "computed_steps": result.computed_steps,
@@ -188,4 +186,6 @@ def _write_report(
         "schedule": result.schedule,
         "scores": result.scores,
     }
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    if path is not None:
+        path.write_text(json.dumps(record, indent=2) + "\n")
+    return record

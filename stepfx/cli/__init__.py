@@ -1,0 +1,1 @@
+"""The `stepfx` command: one module a subcommand, listed in main.py."""
