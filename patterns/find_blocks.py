@@ -40,7 +40,7 @@ def find_block_lists(program: Program) -> list[BlockList]:
                 continue
             parts = divide(program, blocks)
             if len(parts) == 1 and len(parts[0]) == len(blocks):
-                parts = [extend_behind(program, blocks, limit)]
+                parts = [extend_behind(program, blocks, limit, may_end_early=True)]
             lists += parts
             taken.append(_hull(parts))
             break

@@ -22,17 +22,20 @@ from stepfx.patterns.program import Program, Span, is_tensor, shape_of, value_of
 REARRANGES = LAYOUT | {"cat", "chunk", "concat", "split", "stack", "unbind"}
 
 
-def extend_behind(program: Program, blocks: BlockList, limit: int) -> BlockList:
+def extend_behind(
+    program: Program, blocks: BlockList, limit: int, may_end_early: bool = False
+) -> BlockList:
     """Add the block behind the list if it is one of them cut short or changed.
 
     The operations behind the list are aligned with its last block; nothing at `limit` or
-    behind it is taken.
+    behind it is taken. A block that ends early ends with an add to its one stream: weak
+    evidence of where the blocks are cut.
     """
     template, start = blocks.spans[-1], blocks.span.stop
     window = Span(start, min(start + _reach(len(template)), limit))
     aligned = align(program, template, window)
     offsets = [_offset(program, blocks, stream) for stream in blocks.streams]
-    if len(offsets) == 1 and offsets[0] not in aligned:
+    if may_end_early and len(offsets) == 1 and offsets[0] not in aligned:
         offsets = [_last_add(program, blocks, aligned)]
     made = [aligned[offset] for offset in offsets if offset in aligned]
     if not made or not _is_similar(program, template, aligned):

