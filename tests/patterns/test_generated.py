@@ -213,7 +213,11 @@ def test_two_streams_of_several_layers_each() -> None:
 @given(plans, st.sampled_from(["first", "last"]))
 @slow
 def test_a_changed_block_at_an_end_belongs_to_the_list(plan: Plan, where: str) -> None:
-    assume(not is_periodic(plan.body) and plan.count > 2 and plan.body.streams == 1)
+    layers = plan.body.layers
+    # Equal neighbours are a list of two themselves, and what nobody reads hides the residual
+    # add that marks the end of a block: the odd block may then stay outside.
+    assume(len(set(layers)) == len(layers) and not plan.body.dead)
+    assume(plan.count > 2 and plan.body.streams == 1)
     changed = Plan(plan.body, plan.count, where, plan.prefix, plan.suffix)
     program, lists = captured(Generated(changed), *inputs(plan))
     assert [len(blocks) for blocks in lists] == [plan.count]
