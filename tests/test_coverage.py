@@ -57,7 +57,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "import torch\n"
         "from tests.conftest import HandMade\n"
         "def build():\n"
-        "    return HandMade(6), (torch.randn(2, 6, 4), torch.full((2,), 9.0), torch.zeros(1))\n"
+        "    inputs = torch.randn(2, 6, 4), torch.full((2,), 9.0), torch.zeros(1)\n"
+        "    return HandMade(6), inputs\n"
     )
     assert main(["coverage", f"{tmp_path / 'covered.py'}:build"]) == 0
     assert "100" in capsys.readouterr().out
