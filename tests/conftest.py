@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
+import hypothesis
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,11 @@ import stepfx
 from stepfx.testing import BlockCounter, fill_gates
 
 torch.set_num_threads(1)
+
+# The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
+hypothesis.settings.register_profile("steady", derandomize=True)
+hypothesis.settings.register_profile("search", derandomize=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
 @dataclass(frozen=True)
