@@ -235,7 +235,7 @@ def test_layout_is_clean(edges: list[tuple[int, int]]) -> None:
 
 
 def test_a_run_with_gaps_in_its_scores() -> None:
-    run = BranchStats("1101", (None, 0.5, float("nan"), 0.25), 3, 1, 2048, 4)
+    run = BranchStats("1101", (None, 0.5, float("nan"), 0.25), 3, 1, 2048, (0, 0, 4, 0))
     drawn = run_plot("request <1>", run)
     assert "request &lt;1&gt;" in drawn
     assert "3 of 4 steps computed, 1 reused · 2.0 KiB kept" in drawn
