@@ -240,7 +240,8 @@ def test_a_run_with_gaps_in_its_scores() -> None:
     assert "request &lt;1&gt;" in drawn
     assert "3 of 4 steps computed, 1 reused · 2.0 KiB kept" in drawn
     assert 'd="M1.5 0.0000M3.5 0.5000"' in drawn
-    assert "no score was measured" in run_plot("x", BranchStats("1", (None,), 1, 0, 0))
+    unscored = BranchStats("1", (None,), 1, 0, 0, (0,))
+    assert "no score was measured" in run_plot("x", unscored)
     assert format_bytes(5 * 2**30) == "5.0 GiB"
 
 
