@@ -3,12 +3,17 @@
     q = chunk(x, 2); y = f(); a = q[0]     ->  q = chunk(x, 2); a = q[0]; y = f()
     h = iadd(h, f(h))                      ->  h = add(h, f(h))
     h.mul_(g); y = f(h)                    ->  k = h.mul(g); y = f(k)
+    n = sym_size(x, 1); assert_scalar(n >= 0)  ->
 
 Items of a tuple are taken where the tuple is made, so that no tuple crosses a block
 boundary. An in-place add becomes an add, and whoever reads the overwritten tensor later reads
 the sum, so that a block does not write to the stream that enters it: the residual of a block
 is the difference of two tensors, not of one with itself. Where a view of another shape or
 place is read later, the write stays.
+
+Where sizes depend on data Dynamo checks what it knows of them behind the operation that makes
+them, other things in each block. An operation checks the sizes it is given, and the inner
+compiler makes checks of its own; a check of a number that was read from a tensor stays.
 """
 
 from __future__ import annotations
@@ -17,12 +22,14 @@ import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from stepfx.passes.base import PassContext
 from stepfx.patterns.program import is_tensor, value_of
 from stepfx.patterns.storages import Storages
 
+CHECK = torch.ops.aten._assert_scalar.default
 OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -35,13 +42,14 @@ OUT_OF_PLACE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Canonicalize:
-    """Hoist tuple items; replace in-place arithmetic on unshared tensors."""
+    """Hoist tuple items; replace in-place arithmetic on unshared tensors; drop size checks."""
 
     name: ClassVar[str] = "canonicalize"
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> int:
         """Rewrite `gm.graph`; return how many nodes moved or were replaced."""
-        return _hoist_items(gm.graph) + _replace_in_place(gm.graph)
+        graph = gm.graph
+        return _hoist_items(graph) + _replace_in_place(graph) + _drop_size_checks(graph)
 
 
 def _hoist_items(graph: fx.Graph) -> int:
@@ -58,6 +66,34 @@ def _hoist_items(graph: fx.Graph) -> int:
                 moved += 1
             last = user
     return moved
+
+
+def _drop_size_checks(graph: fx.Graph) -> int:
+    dropped = 0
+    for node in reversed(graph.find_nodes(op="call_function", target=CHECK)):
+        numbers = _numbers_behind(node)
+        if any(number.target == "item" for number in numbers):
+            continue
+        graph.erase_node(node)
+        dropped += 1
+        for number in numbers:
+            if not number.users:
+                graph.erase_node(number)
+    return dropped
+
+
+def _numbers_behind(node: fx.Node) -> list[fx.Node]:
+    """Return the numbers that `node` is made of, each after those that read it."""
+    found: dict[fx.Node, None] = {}
+    queue = [n for n in node.all_input_nodes if not is_tensor(value_of(n))]
+    while queue:
+        number = queue.pop()
+        if number.op == "placeholder" or is_tensor(value_of(number)):
+            continue
+        found.pop(number, None)
+        found[number] = None
+        queue += number.all_input_nodes
+    return list(found)
 
 
 def _replace_in_place(graph: fx.Graph) -> int:

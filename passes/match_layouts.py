@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from stepfx.passes.base import PassContext
 from stepfx.passes.graph_edit import copy_meta
@@ -71,7 +72,10 @@ class _Matcher:
         self.rewrites = 0
 
     def run(self) -> int:
-        with self.fake_mode, torch.no_grad():
+        # Private (torch 2.11 to 2.13): operations such as `pad` have their symbolic form in
+        # Python only; running `nonzero` again makes a size that nobody else knows.
+        fresh = self.fake_mode.shape_env.ignore_fresh_unbacked_symbols()
+        with self.fake_mode, torch.no_grad(), enable_python_dispatcher(), fresh:
             for name in self.shared:
                 self._expect_layouts(name)
             # A changed output changes what later stages make of it: until nothing moves.

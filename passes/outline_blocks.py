@@ -224,9 +224,10 @@ class _Outliner:
         for name, module in self.modules.items():
             self.gm.add_submodule(name, module)
         self.gm.graph = self.graph
-        for node in list(self.graph.nodes):
-            if node.op == "get_attr" and not node.users:
-                self.graph.erase_node(node)
+        for node, ours in list(self.env.items()):
+            if ours.op == "get_attr" and not ours.users:
+                self.graph.erase_node(ours)
+                del self.env[node]
 
     def _boundaries(self) -> Iterator[Boundary]:
         blocks = self.region.blocks()

@@ -15,6 +15,7 @@ tensors are of one kind.
 
 from __future__ import annotations
 
+import re
 import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -135,9 +136,19 @@ def _structure(program: Program, span: Span) -> Any:
         for i in range(span.start, span.stop)
     )
     # Under dynamic shapes equal traced sizes may be unequal symbols.
-    shapes = [shape_of(node) for node in program.span_nodes(span)]
+    shapes = str([shape_of(node) for node in program.span_nodes(span)])
     constants = repr(program.constants[span.start : span.stop])
-    return program.labels[span.start : span.stop].tobytes(), constants, str(shapes), inner
+    labels = program.labels[span.start : span.stop].tobytes()
+    return labels, constants, _renumbered(shapes), inner
+
+
+def _renumbered(shapes: str) -> str:
+    """Number the sizes that depend on data anew, in the order in which they occur.
+
+    Each block that counts the tokens of a mask makes a size of its own: u3, u7, u11.
+    """
+    found: dict[str, str] = {}
+    return re.sub(r"\bu\d+\b", lambda m: found.setdefault(m[0], f"u_{len(found)}"), shapes)
 
 
 def _kind(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 
 IntArray = npt.NDArray[np.int64]
 
@@ -80,6 +80,13 @@ def traced_shape(node: fx.Node) -> tuple[int, ...] | None:
     """Return the sizes that a tensor node had when it was traced."""
     value = value_of(node)
     return tuple(map(size_hint, value.shape)) if is_tensor(value) else None
+
+
+def depends_on_data(graph: fx.Graph) -> bool:
+    """Tell whether a size or number in the graph is known only when it runs (`nonzero`)."""
+    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    values = (value_of(node) for node in graph.nodes)
+    return any(isinstance(v, kinds) and bool(free_unbacked_symbols(v)) for v in values)
 
 
 def is_tensor(value: object) -> bool:

@@ -9,19 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepfx.backend import (
-    Backend,
-    default_backend,
-    rewrite,
-    why_not_gated,
-    why_not_this_part,
-)
+from stepfx.backend import Backend, default_backend
 from stepfx.config import Config
-from stepfx.frames import part_of
-from stepfx.pipeline import PipelineResult
+from stepfx.dynamo_flags import FlaggedCall
 from stepfx.report import Report, report_of
 from stepfx.requests import Branch, Request
 from stepfx.session import SESSIONS
+from stepfx.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -63,11 +57,24 @@ def compile(
 ) -> Any:
     """Compile `model` with a backend configured by `config` (see `stepfx.Config`).
 
+    Like `torch.compile(model, backend=stepfx.Backend(**config))`, and tries the Dynamo
+    settings that bring more of a model into one graph (see `stepfx.dynamo_flags`).
+
     Raises:
         ConfigError: an option is unknown, has a bad value or contradicts another.
     """
     backend = Backend(**({"mode": mode} if mode else {}), **config)
-    return torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+    if isinstance(model, torch.nn.Module) and not hasattr(model, "_initialize_hook"):
+
+        def compiled_with(other: Any) -> Callable[..., Any]:
+            again = torch.compile(model, backend=other, fullgraph=fullgraph, dynamic=dynamic)
+            forward: Callable[..., Any] = again.forward
+            return forward
+
+        # Hooks of the model, its attributes and its state stay with torch's own wrapper.
+        compiled.forward = FlaggedCall(model, backend, compiled_with)
+    return compiled
 
 
 class _TraceDoneError(Exception):
@@ -83,18 +90,12 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     options = default_backend().config
     config = replace(options, cache=options.cache or Config.cache)
-    results: list[PipelineResult | str] = []
+    survey = Survey(config, keep=True)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        result = rewrite(gm, config, keep=True)
-        reason = why_not_gated(inputs) or why_not_this_part(part_of(gm), result)
-        results.append(result)
-        if reason is not None:
-            result.notes.pop("gate", None)
-            results[-1] = _with_reason(result, reason)
-        if len(results) == 1 and "gate" in result.notes:
+        forward = survey(gm, inputs)
+        if len(survey.results) == 1 and survey.finds_gate:
             raise _TraceDoneError
-        forward: Callable[..., Any] = gm.forward
         return forward
 
     target = getattr(model, "_orig_mod", model)
@@ -105,13 +106,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         if not isinstance(error.inner_exception, _TraceDoneError):
             raise
     runs = stats(target) if isinstance(target, torch.nn.Module) else ()
-    return report_of(results, runs, type(target).__name__)
-
-
-def _with_reason(result: PipelineResult, reason: str) -> PipelineResult:
-    first = result.records[0]
-    result.records[0] = replace(first, misses=(reason, *first.misses))
-    return result
+    return report_of(survey.results, runs, type(target).__name__)
 
 
 def stats(model: torch.nn.Module) -> list[RequestStats]:

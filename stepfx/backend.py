@@ -8,7 +8,7 @@ import logging
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.inputs import find_times
 from stepfx.patterns.program import (
     Program,
+    depends_on_data,
     is_registered,
     is_static,
     is_tensor,
@@ -49,6 +50,7 @@ class _Broken:
 
     reasons: list[str] = field(default_factory=list)
     is_gated: bool = False
+    depends_on_data: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -113,7 +115,8 @@ class Backend:
             reason = compiled
         compiled = compile_graph(gm, example_inputs, config)
         text = f"the model runs without a step cache: {reason}"
-        if part.model is None or part.is_whole:
+        by_data = depends_on_data(gm.graph)
+        if part.model is None or (part.is_whole and not by_data):
             self._warn(gm, text)
             return compiled
         # The blocks may be in a graph that follows, so it is too early for a warning; and
@@ -121,10 +124,25 @@ class Backend:
         log.info("a part of %s: %s", type(part.model).__name__, text)
         broken = self._broken.setdefault(part.model, _Broken())
         broken.reasons.append(reason)
+        broken.depends_on_data |= by_data
         on_repeat = functools.partial(self._judge, gm, broken) if broken.is_first else None
         code = None if part.called_from else part.code
         is_first = not part.is_resumed
         return ObservedGraph(compiled, code, *_observed(gm), is_first, on_repeat)
+
+    def copy(self) -> Backend:
+        """Return a backend of the same options that shares no graph with this one."""
+        backend = Backend()
+        backend.config = self.config
+        return backend
+
+    def misses_for_data(self, model: torch.nn.Module) -> bool:
+        """Tell whether no gate was found in graphs whose sizes depend on the inputs' values.
+
+        Such graphs come of Dynamo's flags; without them it breaks the model there.
+        """
+        broken = self._broken.get(model)
+        return broken is not None and broken.depends_on_data and not broken.is_gated
 
     def _judge(self, gm: fx.GraphModule, broken: _Broken) -> None:
         """Warn of a broken model whose first call has found nothing to gate."""
@@ -214,7 +232,8 @@ def why_not_this_part(part: Part, result: PipelineResult) -> str | None:
     """Return why a graph that is a part of its model is not the one to gate, or None.
 
     The main stack is in it if its blocks hold at least as many weights as all of the model
-    that is outside the graph. A refiner of the prompt in front of a break is not it.
+    that is outside the graph. A refiner of the prompt in front of a break is not it. Of the
+    graph that ends the model the blocks need only be the larger part.
     """
     analysis: Analysis | None = result.notes.get("analysis")
     if part.is_whole or analysis is None:
@@ -222,21 +241,25 @@ def why_not_this_part(part: Part, result: PipelineResult) -> str | None:
     region = analysis.region
     if isinstance(region, Region) and part.model is not None:
         registered = [n for n in analysis.program.placeholders if is_registered(n)]
-        # A table that is looked up does no work, however large it is.
-        tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-        total = sum(
-            weight.numel()
-            for module in part.model.modules()
-            if not isinstance(module, tables)
-            for weight in module.parameters(recurse=False)
-        )
-        outside = total - sum(value_of(node).numel() for node in registered)
         blocks = {n for n in analysis.program.live_in(region.span) if n in set(registered)}
-        if sum(value_of(node).numel() for node in blocks) >= outside:
+        of_blocks, of_graph = _numbers(blocks), _numbers(registered)
+        outside = of_graph - of_blocks if part.is_end else _numbers_in(part.model) - of_graph
+        if of_blocks >= outside:
             return None
     if isinstance(region, Region):
         return f"its main blocks are not in one graph: {part}"
     return f"{region.reason}: {part}"
+
+
+def _numbers(nodes: Iterable[fx.Node]) -> int:
+    return sum(value_of(node).numel() for node in nodes)
+
+
+def _numbers_in(model: torch.nn.Module) -> int:
+    """Count the weights of a model; a table that is looked up does no work, however large."""
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    modules = [m for m in model.modules() if not isinstance(m, tables)]
+    return sum(w.numel() for m in modules for w in m.parameters(recurse=False))
 
 
 def _observed(gm: fx.GraphModule) -> tuple[int | None, tuple[int, ...]]:

@@ -45,6 +45,11 @@ class Part:
         """Whether the graph is all of what was compiled."""
         return not (self.is_resumed or self.broken_at or self.called_from)
 
+    @property
+    def is_end(self) -> bool:
+        """Whether the graph is the last of the model's own function."""
+        return self.is_resumed and not (self.broken_at or self.called_from)
+
     def __str__(self) -> str:
         """Return where the model is broken, for a warning."""
         if self.called_from:

@@ -1,0 +1,43 @@
+"""A look at the graphs of a model without compiling them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from stepfx.backend import rewrite, why_not_gated, why_not_this_part
+from stepfx.config import Config
+from stepfx.frames import part_of
+from stepfx.pipeline import PipelineResult
+
+
+class Survey:
+    """A backend that runs each graph as it is and keeps what the passes say of it.
+
+    Attributes:
+        results: of the passes on each graph, in the order the graphs came.
+    """
+
+    def __init__(self, config: Config, keep: bool = False) -> None:
+        self.config, self.keep = config, keep
+        self.results: list[PipelineResult] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Look at one graph of Dynamo."""
+        result = rewrite(gm, self.config, self.keep)
+        reason = why_not_gated(inputs) or why_not_this_part(part_of(gm), result)
+        if reason is not None:
+            result.notes.pop("gate", None)
+            first = result.records[0]
+            result.records[0] = replace(first, misses=(reason, *first.misses))
+        self.results.append(result)
+        forward: Callable[..., Any] = gm.forward
+        return forward
+
+    @property
+    def finds_gate(self) -> bool:
+        """Whether one of the graphs has a gate."""
+        return any("gate" in result.notes for result in self.results)
