@@ -15,8 +15,8 @@ tensors are of one kind.
 
 from __future__ import annotations
 
-import re
 import functools
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

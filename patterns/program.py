@@ -82,10 +82,10 @@ def traced_shape(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(map(size_hint, value.shape)) if is_tensor(value) else None
 
 
-def depends_on_data(graph: fx.Graph) -> bool:
-    """Tell whether a size or number in the graph is known only when it runs (`nonzero`)."""
+def depends_on_data(nodes: Iterable[fx.Node]) -> bool:
+    """Tell whether a size or number is known only when the graph runs (`nonzero`)."""
     kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    values = (value_of(node) for node in graph.nodes)
+    values = map(value_of, nodes)
     return any(isinstance(v, kinds) and bool(free_unbacked_symbols(v)) for v in values)
 
 

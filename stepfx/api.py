@@ -64,11 +64,13 @@ def compile(
         ConfigError: an option is unknown, has a bad value or contradicts another.
     """
     backend = Backend(**({"mode": mode} if mode else {}), **config)
-    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+    compiled: Any = torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
     if isinstance(model, torch.nn.Module) and not hasattr(model, "_initialize_hook"):
 
         def compiled_with(other: Any) -> Callable[..., Any]:
-            again = torch.compile(model, backend=other, fullgraph=fullgraph, dynamic=dynamic)
+            again: Any = torch.compile(
+                model, backend=other, fullgraph=fullgraph, dynamic=dynamic
+            )
             forward: Callable[..., Any] = again.forward
             return forward
 

@@ -8,7 +8,7 @@ import logging
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from stepfx.errors import ConfigError, StepfxWarning
 from stepfx.frames import Part, part_of
 from stepfx.logs import register
 from stepfx.lowering import Artifacts, compile_graph, compile_parts
+from stepfx.main_part import Parts
 from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.inputs import find_times
@@ -78,6 +79,7 @@ class Backend:
         self._warned: set[str] = set()
         self._broken: weakref.WeakKeyDictionary[torch.nn.Module, _Broken]
         self._broken = weakref.WeakKeyDictionary()
+        self._parts = Parts()
 
     def __call__(
         self,
@@ -101,8 +103,8 @@ class Backend:
         else:
             try:
                 compiled = self._compile_gated(gm, config, part)
-            except ConfigError:
-                raise
+            except (ConfigError, torch._dynamo.exc.RestartAnalysis):
+                raise  # Dynamo restarts when a compiler has learned of a Python number
             except Exception as error:
                 # A model that Inductor compiles must compile: a failure of ours is said and
                 # run around. Tests set STEPFX_STRICT.
@@ -115,7 +117,7 @@ class Backend:
             reason = compiled
         compiled = compile_graph(gm, example_inputs, config)
         text = f"the model runs without a step cache: {reason}"
-        by_data = depends_on_data(gm.graph)
+        by_data = depends_on_data(gm.graph.nodes)
         if part.model is None or (part.is_whole and not by_data):
             self._warn(gm, text)
             return compiled
@@ -155,7 +157,7 @@ class Backend:
     ) -> Callable[..., Any] | str:
         """Return the gated graph, or why there is none."""
         result = rewrite(gm, config)
-        reason = why_not_this_part(part, result)
+        reason = self._parts.why_not(part, result.notes.get("analysis"))
         site: GateSite | None = result.notes.get("gate")
         if reason is not None:
             return reason
@@ -226,40 +228,6 @@ def why_not_gated(example_inputs: Sequence[Any]) -> str | None:
     ):
         return "grad mode is on; call it under torch.no_grad() or torch.inference_mode()"
     return None
-
-
-def why_not_this_part(part: Part, result: PipelineResult) -> str | None:
-    """Return why a graph that is a part of its model is not the one to gate, or None.
-
-    The main stack is in it if its blocks hold at least as many weights as all of the model
-    that is outside the graph. A refiner of the prompt in front of a break is not it. Of the
-    graph that ends the model the blocks need only be the larger part.
-    """
-    analysis: Analysis | None = result.notes.get("analysis")
-    if part.is_whole or analysis is None:
-        return None
-    region = analysis.region
-    if isinstance(region, Region) and part.model is not None:
-        registered = [n for n in analysis.program.placeholders if is_registered(n)]
-        blocks = {n for n in analysis.program.live_in(region.span) if n in set(registered)}
-        of_blocks, of_graph = _numbers(blocks), _numbers(registered)
-        outside = of_graph - of_blocks if part.is_end else _numbers_in(part.model) - of_graph
-        if of_blocks >= outside:
-            return None
-    if isinstance(region, Region):
-        return f"its main blocks are not in one graph: {part}"
-    return f"{region.reason}: {part}"
-
-
-def _numbers(nodes: Iterable[fx.Node]) -> int:
-    return sum(value_of(node).numel() for node in nodes)
-
-
-def _numbers_in(model: torch.nn.Module) -> int:
-    """Count the weights of a model; a table that is looked up does no work, however large."""
-    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    modules = [m for m in model.modules() if not isinstance(m, tables)]
-    return sum(w.numel() for m in modules for w in m.parameters(recurse=False))
 
 
 def _observed(gm: fx.GraphModule) -> tuple[int | None, tuple[int, ...]]:

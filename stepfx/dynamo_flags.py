@@ -20,6 +20,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from stepfx.backend import Backend
+from stepfx.errors import ConfigError
 from stepfx.survey import Survey
 
 log = logging.getLogger(__name__)
@@ -67,8 +68,14 @@ class FlaggedCall:
         try:
             with torch._dynamo.config.patch(FLAGS):
                 result = self._call(*args, **kwargs)
-        except FAILURES as error:
-            first = str(error).strip().splitlines()[0]
+        except Exception as error:
+            # Code that Inductor wrote may fail, too; after a good call only Dynamo's errors
+            # are about tracing.
+            if self._is_judged and not isinstance(error, FAILURES):
+                raise
+            if isinstance(error, ConfigError):
+                raise
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             log.info("%s is traced without flags: %s", type(self.model).__name__, first)
             self._take_back()
             return self._call(*args, **kwargs)

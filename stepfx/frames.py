@@ -66,11 +66,10 @@ def part_of(gm: fx.GraphModule) -> Part:
     """Say which part of its model `gm` is; to be asked while Dynamo calls the backend."""
     ending = getattr(gm, "compile_subgraph_reason", None)
     frames = ending.user_stack if ending is not None else []
+    compiled = _compiled_code()
     code, is_resumed, broken_at = None, False, None
-    if frames:
-        found = RESUMED.match(frames[0].name)
-        is_resumed = found is not None
-        code = frames[0].filename, found["name"] if found else frames[0].name
+    if compiled is not None:
+        code, is_resumed = _name(compiled), RESUMED.match(compiled.co_name) is not None
     if ending is not None and ending.graph_break:
         why = str(ending.reason).strip().splitlines()[0]
         place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown line"
@@ -90,7 +89,19 @@ def part_of(gm: fx.GraphModule) -> Part:
 
 
 _CALL = torch.nn.Module._call_impl.__code__
+_DYNAMO = str(Path("torch", "_dynamo", "convert_frame"))
 _TORCH = str(Path(torch.__file__).parent)
+
+
+def _compiled_code() -> CodeType | None:
+    """Return the code that Dynamo is compiling; the stack of a break has other names."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and _DYNAMO in frame.f_code.co_filename:
+            code = frame.f_locals.get("code")
+            return code if isinstance(code, CodeType) else None
+        frame = frame.f_back
+    return None
 
 
 def _stack() -> list[FrameType]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import fx
 
 from stepfx.config import Config
 from stepfx.passes.graph_edit import called_module, inline
-from stepfx.patterns.program import is_tensor, value_of
+from stepfx.patterns.program import depends_on_data, is_tensor, value_of
 from stepfx.printer import format_graph, graph_modules
 from stepfx.progress import counting, step
 
@@ -33,12 +34,35 @@ def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], config: Config) -> 
     if config.inner == "aot_eager":
         compiled: Artifact = torch._dynamo.lookup_backend("aot_eager")(gm, list(inputs))
         return compiled
+    artifact: Artifact = _inductor(config)(gm, list(inputs))
+    return artifact
+
+
+def _inductor(config: Config) -> Any:
     # Private: the object that torch.compile itself makes for backend="inductor" (2.11 to
     # 2.13); it turns a mode and settings into one Inductor configuration and checks them.
-    inductor = torch._TorchCompileInductorWrapper(
+    return torch._TorchCompileInductorWrapper(
         config.mode or "default", dict(config.inductor), None
     )
-    artifact: Artifact = inductor(gm, list(inputs))
+
+
+def compile_at_call(gm: fx.GraphModule, config: Config) -> Artifact:
+    """Compile a stage when it is called, for the sizes that it is called with.
+
+    Its inputs have sizes that depend on data. Inductor cannot make a graph of its own of one
+    whose inputs have the sizes u0 + u1 (2.13: "expected [u0, u1] to have been codegen-ed").
+    """
+
+    def stage(*args: Any) -> Any:
+        return gm(*args)
+
+    # Dynamo skips the code that torch.fx generates, unless other code calls it, and counts
+    # recompilations by code: each stage is given its own.
+    code = stage.__code__.replace(co_name=type(gm).__name__)
+    own = FunctionType(code, stage.__globals__, closure=stage.__closure__)
+    artifact: Artifact = torch.compile(
+        own, backend=_inductor(config), dynamic=True, fullgraph=True
+    )
     return artifact
 
 
@@ -85,6 +109,9 @@ class Artifacts:
     def _compile(self, gm: fx.GraphModule) -> Artifact:
         log.info("compiling %s with %s", type(gm).__name__, self.config.inner)
         step(type(gm).__name__)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        if self.config.inner == "inductor" and depends_on_data(inputs):
+            return compile_at_call(gm, self.config)
         with _own_tracing_context(self.fake_mode):
             return compile_graph(gm, _example_inputs(gm, self.fake_mode), self.config)
 

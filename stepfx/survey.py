@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import fx
 
-from stepfx.backend import rewrite, why_not_gated, why_not_this_part
+from stepfx.backend import rewrite, why_not_gated
 from stepfx.config import Config
 from stepfx.frames import part_of
+from stepfx.main_part import Parts
 from stepfx.pipeline import PipelineResult
 
 
@@ -23,12 +24,14 @@ class Survey:
 
     def __init__(self, config: Config, keep: bool = False) -> None:
         self.config, self.keep = config, keep
+        self._parts = Parts()
         self.results: list[PipelineResult] = []
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Look at one graph of Dynamo."""
         result = rewrite(gm, self.config, self.keep)
-        reason = why_not_gated(inputs) or why_not_this_part(part_of(gm), result)
+        reason = why_not_gated(inputs)
+        reason = reason or self._parts.why_not(part_of(gm), result.notes.get("analysis"))
         if reason is not None:
             result.notes.pop("gate", None)
             first = result.records[0]
