@@ -11,6 +11,7 @@ from stepfx.patterns.block_list import BlockList
 from stepfx.patterns.find_blocks import find_block_lists
 from stepfx.patterns.forward_pattern import forward_pattern
 from stepfx.patterns.inputs import Inputs, find_inputs
+from stepfx.patterns.outside import why_outside
 from stepfx.patterns.program import Program
 from stepfx.patterns.region import Miss, Region, find_region
 from stepfx.patterns.storages import writes_outside
@@ -25,6 +26,13 @@ class Analysis:
     patterns: tuple[int | None, ...]
     inputs: Inputs
     region: Region | Miss
+    gate_lists: tuple[int, ...] | None = None
+
+    def why_outside(self, blocks: BlockList) -> str | None:
+        """Return why one of the lists is not under the gate; None if it is, or without one."""
+        if not isinstance(self.region, Region):
+            return None
+        return why_outside(self.program, self.inputs, self.region, blocks, self.gate_lists)
 
 
 def analyse(graph: fx.Graph, gate_lists: Sequence[int] | None = None) -> Analysis:
@@ -46,4 +54,5 @@ def analyse(graph: fx.Graph, gate_lists: Sequence[int] | None = None) -> Analysi
         tuple(forward_pattern(program, blocks, inputs) for blocks in lists),
         inputs,
         region,
+        None if gate_lists is None else tuple(gate_lists),
     )

@@ -180,11 +180,11 @@ def _automatic(
             members.append(blocks)
     outside = [b for b in main if not anchor.span.overlap(b.span)]
     for blocks in reversed([b for b in outside if b.span.stop <= anchor.span.start]):
-        if not _goes_on(program, blocks, members[0]):
+        if not goes_on(program, blocks, members[0]):
             break
         members.insert(0, blocks)
     for blocks in [b for b in outside if b.span.start >= anchor.span.stop]:
-        if not _goes_on(program, members[-1], blocks):
+        if not goes_on(program, members[-1], blocks):
             break
         members.append(blocks)
     return tuple(sorted(members, key=lambda blocks: blocks.span.start))
@@ -194,7 +194,7 @@ def _work(program: Program, blocks: BlockList) -> int:
     return sum(map(is_matmul, program.span_nodes(blocks.span)))
 
 
-def _goes_on(program: Program, before: BlockList, after: BlockList) -> bool:
+def goes_on(program: Program, before: BlockList, after: BlockList) -> bool:
     """Tell whether `after` takes up streams of `before`, less than half a block behind it."""
     gap = Span(before.span.stop, after.span.start)
     if gap.start > gap.stop or len(gap) >= min(before.period, after.period) // 2:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import fx
 
 from stepfx.backend import Backend, default_backend
 from stepfx.config import Config
-from stepfx.dynamo_flags import FlaggedCall
+from stepfx.dynamo_flags import FlaggedCall, with_flags
 from stepfx.report import Report, report_of
 from stepfx.requests import Branch, Request
 from stepfx.session import SESSIONS
 from stepfx.survey import Survey
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,31 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Trace one call of `model` and report its block lists and where the gate would sit.
 
     Nothing is compiled, and a model whose first graph can be gated is not run. Of others
-    each graph is run as it is, once, to reach the graphs behind it. The passes are those of
+    each graph is run as it is, to reach the graphs behind it: once with the Dynamo settings
+    that `stepfx.compile` tries, once without them. The passes are those of
     `backend="stepfx"` in this process (`stepfx.configure`, the environment).
     """
     options = default_backend().config
     config = replace(options, cache=options.cache or Config.cache)
+    target = getattr(model, "_orig_mod", model)
+    # With the flags first, as stepfx.compile: Dynamo remembers frames that it could not trace.
+    survey = _look_with_flags(target, config, args, kwargs)
+    needs_flags = False
+    if survey is None or survey.depends_on_data or not survey.finds_gate:
+        plain = _look(target, config, args, kwargs)
+        if survey is None or survey.gated_weights <= plain.gated_weights:
+            survey = plain
+        else:
+            needs_flags = True
+    runs = stats(target) if isinstance(target, torch.nn.Module) else ()
+    report = report_of(survey.results, runs, type(target).__name__)
+    return replace(report, needs_flags=needs_flags)
+
+
+def _look(
+    target: Callable[..., Any], config: Config, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Survey:
+    """Trace one call, up to a first graph with a gate."""
     survey = Survey(config, keep=True)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -100,15 +123,25 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             raise _TraceDoneError
         return forward
 
-    target = getattr(model, "_orig_mod", model)
     try:
         with torch.no_grad():
             torch.compile(target, backend=backend)(*args, **kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, _TraceDoneError):
             raise
-    runs = stats(target) if isinstance(target, torch.nn.Module) else ()
-    return report_of(survey.results, runs, type(target).__name__)
+    return survey
+
+
+def _look_with_flags(
+    target: Callable[..., Any], config: Config, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Survey | None:
+    """Trace as `stepfx.compile` does; return None if Dynamo cannot."""
+    try:
+        with with_flags():
+            return _look(target, config, args, kwargs)
+    except Exception as error:  # the model's own errors come again without the flags
+        log.info("not traced with flags: %s", error)
+        return None
 
 
 def stats(model: torch.nn.Module) -> list[RequestStats]:

@@ -22,7 +22,7 @@ from stepfx.errors import ConfigError, StepfxWarning
 from stepfx.frames import Part, part_of
 from stepfx.logs import register
 from stepfx.lowering import Artifacts, compile_graph, compile_parts
-from stepfx.main_part import Parts
+from stepfx.main_part import Parts, weights_of_blocks
 from stepfx.passes.step_cache import GateSite
 from stepfx.patterns.analysis import Analysis
 from stepfx.patterns.inputs import find_times
@@ -50,13 +50,18 @@ class _Broken:
     """What became of the graphs of a model that Dynamo breaks."""
 
     reasons: list[str] = field(default_factory=list)
-    is_gated: bool = False
+    gated_weights: int = 0
     depends_on_data: bool = False
 
     @property
     def is_first(self) -> bool:
-        """Whether one graph was seen so far."""
+        """Whether one graph was left alone so far."""
         return len(self.reasons) == 1
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a graph has a gate."""
+        return self.gated_weights > 0
 
 
 class Backend:
@@ -138,13 +143,14 @@ class Backend:
         backend.config = self.config
         return backend
 
-    def misses_for_data(self, model: torch.nn.Module) -> bool:
-        """Tell whether no gate was found in graphs whose sizes depend on the inputs' values.
+    def gated_of_broken(self, model: torch.nn.Module) -> int | None:
+        """Count the weights under the gates of a model that breaks and depends on data.
 
-        Such graphs come of Dynamo's flags; without them it breaks the model there.
+        Sizes in its graphs depend on the inputs' values: such graphs come of Dynamo's flags,
+        and without them the breaks are in other places. None for other models.
         """
         broken = self._broken.get(model)
-        return broken is not None and broken.depends_on_data and not broken.is_gated
+        return broken.gated_weights if broken is not None and broken.depends_on_data else None
 
     def _judge(self, gm: fx.GraphModule, broken: _Broken) -> None:
         """Warn of a broken model whose first call has found nothing to gate."""
@@ -173,7 +179,9 @@ class Backend:
             self._warn(gm, f"the model runs without a step cache: {left_out}")
             return compile_parts(result.module, artifacts)
         if not part.is_whole and part.model is not None:
-            self._broken.setdefault(part.model, _Broken()).is_gated = True
+            broken = self._broken.setdefault(part.model, _Broken())
+            broken.gated_weights += weights_of_blocks(result.notes["analysis"])
+            broken.depends_on_data |= depends_on_data(gm.graph.nodes)
         arrangements = Arrangements(result.module, result.notes, config, artifacts)
         log.info("%d artifacts, gate %s", len(artifacts), site)
         return GatedGraph(

@@ -155,6 +155,19 @@ def _lists(name: str, value: Any) -> Any:
     return tuple(found)
 
 
+def _numbers(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    wanted = f"option {name!r} must be a list of block list numbers from 0, or None"
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"{wanted}, not {value!r}")
+    numbers = list(value)
+    bad = [n for n in numbers if isinstance(n, bool) or not isinstance(n, int) or n < 0]
+    if bad or not numbers:
+        raise ConfigError(f"{wanted}, not {numbers!r}")
+    return tuple(sorted(set(numbers)))
+
+
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if value is None:
         return {}
@@ -220,6 +233,7 @@ CHECKS: dict[str, Any] = {
     "steps_mask_policy": _one_of("dynamic", "static", None),
     "downsample_factor": _factor,
     "lists": _lists,
+    "gate_lists": _numbers,
     "batch": _one_of("worst", "mean"),
     "inner": _one_of(*INNERS),
     "compile_unit": _one_of("block", "region"),

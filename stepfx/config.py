@@ -24,7 +24,16 @@ from stepfx.spellings import ALIASES, translate
 __all__ = ["Config", "ConfigError", "Preset", "StepfxWarning", "is_strict"]
 
 # Fixed when a model is compiled; all other options may change from call to call.
-COMPILE_TIME = ("inner", "compile_unit", "mode", "inductor", "dump", "disable", "stop_after")
+COMPILE_TIME = (
+    "gate_lists",
+    "inner",
+    "compile_unit",
+    "mode",
+    "inductor",
+    "dump",
+    "disable",
+    "stop_after",
+)
 
 # What gates around single block lists share.
 SAME_FOR_LISTS = ("cache", "signal", "downsample_factor", "lists", "num_inference_steps")
@@ -70,6 +79,8 @@ class Config:
         downsample_factor: the score reads every n-th channel.
         lists: "joined" puts one gate around all block lists, "apart" one around each; a list
             of dictionaries does so with options for each.
+        gate_lists: the block lists under the gate, by the numbers that `stepfx.explain` shows;
+            None: the main stack.
         batch: "worst" lets the sample that changed most decide, "mean" the average.
         inner: the compiler of the parts.
         compile_unit: "block" compiles each distinct block once, "region" all skipped blocks
@@ -107,6 +118,7 @@ class Config:
     steps_mask_policy: Literal["dynamic", "static"] | None = None
     downsample_factor: int = 1
     lists: Literal["joined", "apart"] | tuple[ListOptions, ...] = "joined"
+    gate_lists: tuple[int, ...] | None = None
     batch: Literal["worst", "mean"] = "worst"
     inner: Literal["inductor", "aot_eager", "eager"] = "inductor"
     compile_unit: Literal["block", "region"] = "block"

@@ -4,13 +4,14 @@ With `capture_scalar_outputs` and `capture_dynamic_output_shape_ops` Dynamo trac
 `.item()`, `nonzero` and boolean masks. That brings HunyuanVideo 1.5, Framepack or Mochi into
 one or two graphs, which else come to a backend block by block; other models cannot be traced
 with them at all. So each model is compiled with them first, and without them from then on if
-Dynamo fails, or if no gate was found with them but would be without.
+Dynamo fails, or if more of the model can be gated without.
 
 The settings hold for the calls of the one model, in the thread that calls it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from enum import Enum
@@ -31,11 +32,17 @@ FLAGS = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": Tru
 FAILURES = (torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode)
 
 
+def with_flags() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which this thread traces with the flags."""
+    patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(FLAGS)
+    return patched
+
+
 class Mode(Enum):
     """How a model is traced."""
 
     FLAGS = "with the flags"
-    SURVEY = "without them, to see whether that finds a gate"
+    SURVEY = "without them, to see whether more can be gated"
     PLAIN = "without the flags"
 
 
@@ -66,7 +73,7 @@ class FlaggedCall:
         if self.mode is Mode.SURVEY:
             return self._survey(*args, **kwargs)
         try:
-            with torch._dynamo.config.patch(FLAGS):
+            with with_flags():
                 result = self._call(*args, **kwargs)
         except Exception as error:
             # Code that Inductor wrote may fail, too; after a good call only Dynamo's errors
@@ -81,7 +88,7 @@ class FlaggedCall:
             return self._call(*args, **kwargs)
         if not self._is_judged:
             self._is_judged = True
-            if self.backend.misses_for_data(self.model):
+            if self.backend.gated_of_broken(self.model) is not None:
                 self.mode = Mode.SURVEY
         return result
 
@@ -89,7 +96,7 @@ class FlaggedCall:
         """Run one call as it is, looking at the graphs without the flags."""
         survey = Survey(self.backend.config)
         result = self.compiled(survey)(*args, **kwargs)
-        if survey.finds_gate:
+        if survey.gated_weights > (self.backend.gated_of_broken(self.model) or 0):
             self._take_back()
         else:
             self.mode = Mode.FLAGS

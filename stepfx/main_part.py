@@ -40,8 +40,7 @@ class Parts:
             return f"{region.reason}: {part}"
         if part.model is not None:
             weights = [n for n in analysis.program.placeholders if is_registered(n)]
-            inside = analysis.program.live_in(region.span)
-            of_blocks, of_graph = _count(n for n in inside if is_registered(n)), _count(weights)
+            of_blocks, of_graph = weights_of_blocks(analysis), _count(weights)
             others = self._others(part, of_blocks)
             if of_blocks >= _count_in(part.model) - of_graph:
                 return None
@@ -55,6 +54,14 @@ class Parts:
         place = part.code, part.is_resumed, part.broken_at
         seen[place] = of_blocks
         return [count for other, count in seen.items() if other != place]
+
+
+def weights_of_blocks(analysis: Analysis) -> int:
+    """Count the weights of the blocks that a gate may skip."""
+    if not isinstance(analysis.region, Region):
+        return 0
+    inside = analysis.program.live_in(analysis.region.span)
+    return _count(n for n in inside if is_registered(n))
 
 
 def _count(nodes: Iterable[fx.Node]) -> int:

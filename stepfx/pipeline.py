@@ -32,7 +32,7 @@ def default_pipeline(config: Config) -> tuple[Pass, ...]:
         # First, so that patterns meet one spelling.
         Canonicalize(),
         # Finds the blocks and makes the outer graph; all later passes see stages.
-        OutlineBlocks(),
+        OutlineBlocks(config.gate_lists),
         # Artifacts are compiled for strides; before the gate, which reads the streams.
         *([MatchLayouts()] if config.inner != "eager" else []),
         # Last: what it puts between the stages is not part of the model.

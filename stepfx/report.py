@@ -48,6 +48,7 @@ class BlockListReport:
         invariants: tensors that every block reads unchanged.
         inputs: inputs that differ from block to block and are no weights.
         gated: whether the gate may skip blocks of this list.
+        outside: why the list is not under the gate of its graph, or None.
     """
 
     length: int
@@ -59,6 +60,7 @@ class BlockListReport:
     invariants: int
     inputs: int
     gated: bool
+    outside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Report:
         conditioning: the inputs that tell CFG branches apart.
         fingerprint: a hash of the kinds of blocks, the same for all sizes of an architecture;
             None without block lists.
+        needs_flags: whether the gate is there only with the Dynamo settings that
+            `stepfx.compile` tries; `torch.compile(model, backend="stepfx")` gates less.
         runs: what happened in the requests of the model so far, oldest first.
         results: the rewritten graphs behind the report, or why there is none.
         model: the class of the model, for titles.
@@ -88,6 +92,7 @@ class Report:
     latents: tuple[str, ...] = ()
     conditioning: tuple[str, ...] = ()
     fingerprint: str | None = None
+    needs_flags: bool = False
     runs: tuple[RequestStats, ...] = ()
     results: tuple[PipelineResult | str, ...] = field(default=(), repr=False, compare=False)
     model: str = "model"
@@ -134,6 +139,9 @@ class Report:
                 "yes" if blocks.gated else "no",
             )
         yield table
+        for number, blocks in enumerate(self.block_lists):
+            if blocks.outside:
+                yield f"list {number} is not under the gate: {blocks.outside}"
         if self.fingerprint:
             yield f"architecture: {self.fingerprint}"
         if self.timestep:
@@ -142,6 +150,11 @@ class Report:
             yield f"conditioning: {', '.join(self.conditioning)}"
         if self.gate is not None:
             yield gate_text(self.gate)
+            if self.needs_flags:
+                yield (
+                    "with stepfx.compile(model) only: it sets Dynamo flags that bring the "
+                    "blocks into one graph"
+                )
         else:
             yield f"no gate: {self.reason}"
 
@@ -238,6 +251,7 @@ def _lists_of(analysis: Analysis, graph: int, is_gated: bool) -> list[BlockListR
                 kinds.count("invariant"),
                 kinds.count("input"),
                 inside and is_gated,
+                analysis.why_outside(blocks) if is_gated else None,
             )
         )
     return reports

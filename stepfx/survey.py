@@ -11,7 +11,8 @@ from torch import fx
 from stepfx.backend import rewrite, why_not_gated
 from stepfx.config import Config
 from stepfx.frames import part_of
-from stepfx.main_part import Parts
+from stepfx.main_part import Parts, weights_of_blocks
+from stepfx.patterns.program import depends_on_data
 from stepfx.pipeline import PipelineResult
 
 
@@ -20,15 +21,18 @@ class Survey:
 
     Attributes:
         results: of the passes on each graph, in the order the graphs came.
+        depends_on_data: whether a graph has sizes or numbers that depend on values of tensors.
     """
 
     def __init__(self, config: Config, keep: bool = False) -> None:
         self.config, self.keep = config, keep
         self._parts = Parts()
         self.results: list[PipelineResult] = []
+        self.depends_on_data = False
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Look at one graph of Dynamo."""
+        self.depends_on_data |= depends_on_data(gm.graph.nodes)
         result = rewrite(gm, self.config, self.keep)
         reason = why_not_gated(inputs)
         reason = reason or self._parts.why_not(part_of(gm), result.notes.get("analysis"))
@@ -43,4 +47,10 @@ class Survey:
     @property
     def finds_gate(self) -> bool:
         """Whether one of the graphs has a gate."""
-        return any("gate" in result.notes for result in self.results)
+        return self.gated_weights > 0
+
+    @property
+    def gated_weights(self) -> int:
+        """How many weights the blocks under the gates have."""
+        gated = [r.notes["analysis"] for r in self.results if "gate" in r.notes]
+        return sum(map(weights_of_blocks, gated))
