@@ -105,3 +105,43 @@ def test_the_blocks_of_the_zoo_matter(name: str) -> None:
             parameter.zero_()
     if len(animal.blocks(model)) > 1:
         assert (model(*inputs) - whole).norm() > 0.02 * whole.norm()
+
+
+@torch.no_grad()
+def test_gate_lists_puts_another_list_under_the_gate() -> None:
+    animal = ZOO["two stacks"]
+    model = animal.build()
+    counter = BlockCounter(animal.blocks(model))
+    gated = compiled(model, threshold=0.1, taylor_order=0, gate_lists=[0])
+    ran = []
+    z, t, first = animal.inputs()
+    second = 2 * first
+    for step, text in enumerate((first, first, second, second)):  # the list reads text only
+        time = t - 0.1 * step
+        with counter.counting() as count:
+            found = gated(z, time, text)
+        ran.append(count[0])
+        torch.testing.assert_close(found, model(z, time, text), rtol=1e-4, atol=1e-5)
+    assert ran == [8, 6, 8, 6]  # of the 3 + 5 blocks, two of the first list are skipped
+
+
+def test_explain_says_why_lists_are_outside() -> None:
+    animal = ZOO["two stacks"]
+    report = stepfx.explain(animal.build(), *animal.inputs())
+    assert [blocks.gated for blocks in report.block_lists] == [False, True]
+    assert report.block_lists[1].outside is None
+    assert report.block_lists[0].outside
+    assert "list 0 is not under the gate: it " in str(report)
+    stepfx.configure(gate_lists=[0])
+    try:
+        chosen = stepfx.explain(animal.build(), *animal.inputs())
+    finally:
+        stepfx.configure()
+    assert [blocks.gated for blocks in chosen.block_lists] == [True, False]
+    assert chosen.block_lists[1].outside == "option 'gate_lists' leaves it out"
+
+
+def test_a_list_that_is_not_there() -> None:
+    animal = ZOO["two stacks"]
+    with pytest.warns(stepfx.StepfxWarning, match="gate_lists names block list 2"):
+        compiled(animal.build(), gate_lists=[2])(*animal.inputs())

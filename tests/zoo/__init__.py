@@ -107,4 +107,5 @@ ZOO = {
     "space and time": Animal(transformers.SpaceTime, [4], 4, latent=VIDEO),
     "features leave": Animal(transformers.Aligned, [6], 6),
     "LightningDiT": Animal(transformers.Normalised, [5], 5, blocks=named("mlp")),
+    "flex attention": Animal(transformers.Windowed, [5], 5),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from zoo.parts import (
     CHANNELS,
@@ -570,4 +571,35 @@ class Normalised(Denoiser):
         cos, sin = angles.cos(), angles.sin()
         for block in self.blocks:
             x = block(x, c, cos, sin)
+        return x
+
+
+class Windowed(Denoiser):
+    """flex_attention with a bias of nearness: each block calls a sub-graph."""
+
+    class Flexible(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            del self.attention
+
+        def forward(self, x: Tensor, c: Tensor) -> Tensor:
+            shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c)
+            y = modulate(self.norm1(x), shift1, scale1)
+            q, k, v = self.qkv(y).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+            def near(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                return score - 0.1 * (i - j).abs()
+
+            y = flex_attention(q, k, v, score_mod=near)
+            x = x + gate1 * self.out(y.transpose(1, 2).flatten(2))
+            return x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Flexible() for _ in range(5))
+
+    def stack(self, x: Tensor, c: Tensor, context: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, c)
         return x
