@@ -9,11 +9,12 @@ a class), `init` and `inputs` (keyword arguments of the class and of one call).
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import logging
 import multiprocessing
+import re
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,8 @@ def main() -> None:
     failed: list[str] = []
     # New processes, one after the other: Dynamo keeps what it has compiled.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=10) as pool:
-        for found in pool.map(check_one, [args.suite] * len(names), names):
+    with context.Pool(args.jobs, maxtasksperchild=10) as pool:
+        for found in pool.imap(functools.partial(check_one, args.suite), names):
             if isinstance(found, str):
                 failed.append(found)
                 print(found, flush=True)
@@ -130,6 +131,7 @@ def main() -> None:
     if failed:
         text += "\nNot run (the model itself needs more than is installed):\n\n"
         text += "\n".join(failed) + "\n"
+    text = re.sub(r"/\S*site-packages/", "", text)
     print(text)
     if args.output:
         args.output.write_text(text)

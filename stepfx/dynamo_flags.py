@@ -4,7 +4,7 @@ With `capture_scalar_outputs` and `capture_dynamic_output_shape_ops` Dynamo trac
 `.item()`, `nonzero` and boolean masks. That brings HunyuanVideo 1.5, Framepack or Mochi into
 one or two graphs, which else come to a backend block by block; other models cannot be traced
 with them at all. So each model is compiled with them first, and without them from then on if
-Dynamo fails, or if more of the model can be gated without.
+Dynamo fails, or if no gate was found with them but would be without.
 
 The settings hold for the calls of the one model, in the thread that calls it.
 """
@@ -42,7 +42,7 @@ class Mode(Enum):
     """How a model is traced."""
 
     FLAGS = "with the flags"
-    SURVEY = "without them, to see whether more can be gated"
+    SURVEY = "without them, to see whether that finds a gate"
     PLAIN = "without the flags"
 
 
@@ -88,7 +88,9 @@ class FlaggedCall:
             return self._call(*args, **kwargs)
         if not self._is_judged:
             self._is_judged = True
-            if self.backend.gated_of_broken(self.model) is not None:
+            # Only where nothing was found: Dynamo skips for good what it cannot trace without
+            # the flags, so a look is not free.
+            if self.backend.gated_of_broken(self.model) == 0:
                 self.mode = Mode.SURVEY
         return result
 
@@ -96,7 +98,7 @@ class FlaggedCall:
         """Run one call as it is, looking at the graphs without the flags."""
         survey = Survey(self.backend.config)
         result = self.compiled(survey)(*args, **kwargs)
-        if survey.gated_weights > (self.backend.gated_of_broken(self.model) or 0):
+        if survey.finds_gate:
             self._take_back()
         else:
             self.mode = Mode.FLAGS

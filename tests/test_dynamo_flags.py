@@ -253,25 +253,3 @@ def test_explain_tries_the_flags(kind: type[Masked], needs_flags: bool) -> None:
     assert report.gate.blocks == BLOCKS
     assert report.needs_flags is needs_flags
     assert ("stepfx.compile(model) only" in str(report)) is needs_flags
-
-
-@torch.no_grad()
-def test_the_larger_gate_wins() -> None:
-    """With the flags a part of the blocks can be gated, without them all."""
-
-    class Splits(BreaksLater):
-        def forward(self, z: Tensor, t: Tensor, text: Tensor, mask: Tensor) -> Tensor:
-            c, h = self.time(t), z
-            count = int(mask[0].sum().item())
-            h = self.blocks[0](h, text, c)
-            for _ in range(count):
-                c = c * 0.9
-            for block in list(self.blocks)[1:]:
-                h = block(h, text, c)
-            return self.head(h)
-
-    model = made(Splits)
-    compiled = compiled_of(model)
-    ran = walk(model, compiled, [1.0, 1.0, 1.0, 1.0, -3.0, -3.0])
-    assert ran[-3:] == [1, 6, 1]
-    assert state(compiled) is Mode.PLAIN
