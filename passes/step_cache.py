@@ -83,6 +83,8 @@ class StepCache:
         per_block: whether each block has a gate of its own.
         lists: (fn, bn) of each block list, which then has a gate of its own; the last pair
             holds for all further lists. A list too short for its pair has no gate.
+        exempt: with `per_block`, blocks of each list that have no gate, by number within it;
+            the last entry holds for all further lists.
     """
 
     fn: int = 1
@@ -92,6 +94,7 @@ class StepCache:
     stride: int = 1
     per_block: bool = False
     lists: tuple[tuple[int, int], ...] = ()
+    exempt: tuple[tuple[int, ...], ...] = ((),)
 
     name: ClassVar[str] = "step_cache"
 
@@ -107,9 +110,7 @@ class StepCache:
         if not ranges:
             ctx.miss(self.leaves_none(len(outline.blocks)))
             return 0
-        if self.signal == "residual" and not all(
-            outline.boundaries[place.first].watched for place in ranges
-        ):
+        if not self._can_watch(outline, ranges):
             ctx.miss(f"no tensor keeps its shape through the first {self.fn} block(s)")
             return 0
         signal = None
@@ -131,10 +132,18 @@ class StepCache:
         if self.lists:
             pairs = ", ".join(f"{fn} and {bn}" for fn, bn in self.lists)
             return f"the first and last blocks that always run ({pairs}) leave none to skip"
+        beside = f" beside the blocks {list(self.exempt[0])}" if any(self.exempt) else ""
         return (
             f"fn_compute_blocks={self.fn} and bn_compute_blocks={self.bn} leave none of "
-            f"the {blocks} blocks to skip"
+            f"the {blocks} blocks to skip{beside}"
         )
+
+    def _can_watch(self, outline: Outline, ranges: list[_Range]) -> bool:
+        """Tell whether each gate finds a stream to compare, if it is to compare streams."""
+        if self.signal not in ("residual", "input"):
+            return True
+        ahead = int(self.signal == "input")
+        return all(outline.boundaries[place.first + ahead].watched for place in ranges)
 
     def _ranges(self, outline: Outline) -> Iterator[_Range]:
         """Yield the blocks of each gate, in the order they run."""
@@ -147,7 +156,10 @@ class StepCache:
         for number, (start, stop, fn, bn) in enumerate(spans):
             first, last = start + fn, stop - bn
             if self.per_block:
-                yield from (_Range(k, k, k + 1, number) for k in range(first, last))
+                exempt = self.exempt[min(number, len(self.exempt) - 1)]
+                for k in range(first, last):
+                    if k - start not in exempt:
+                        yield _Range(k, k, k + 1, number)
             elif first < last:
                 yield _Range(start, first, last, number)
 
@@ -345,7 +357,8 @@ def _elements(node: fx.Node) -> int:
 
 
 def _placeholder(graph: fx.Graph, original: fx.Node) -> fx.Node:
-    return next(n for n in graph.find_nodes(op="placeholder") if n.target == original.target)
+    placeholders: list[fx.Node] = list(graph.find_nodes(op="placeholder"))
+    return next(node for node in placeholders if node.target == original.target)
 
 
 def _is_batch_first(analysis: Analysis, signals: list[fx.Node]) -> bool:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from stepfx.coefficients import COEFFICIENTS, MAGNITUDES, MagnitudeCurve, magnitude_curve
+from stepfx.config_objects import CACHE_ALIASES
 from stepfx.errors import ConfigError
 from stepfx.masks import MASK_NAMES
 from stepfx.methods import PRESETS
-from stepfx.spellings import CACHE_ALIASES
 
 INNERS = ("inductor", "aot_eager", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -57,6 +57,22 @@ def _factor(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"option {name!r} must be an integer of at least 1, not {value!r}")
     return value
+
+
+def _ratio(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"option {name!r} must be a number above 0, not {value!r}")
+    return float(value)
+
+
+def _block_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Return numbers of blocks in order, each once."""
+    ids = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+    if ids is None or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise ConfigError(
+            f"option {name!r} must be a list of block numbers from 0 on, not {value!r}"
+        )
+    return tuple(sorted(set(ids)))
 
 
 def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
@@ -224,13 +240,17 @@ CHECKS: dict[str, Any] = {
     "num_inference_steps": lambda n, v: _count(n, v, 1, "not known"),
     "compute_last_step": _one_of(True, False),
     "taylor_order": _order,
-    "signal": _one_of("modulated", "timestep", None),
+    "signal": _one_of("modulated", "timestep", "input", None),
     "coefficients": _coefficients,
     "coefficients_sign": _one_of("raw", "abs", "clamp"),
     "magnitudes": _magnitudes,
     "retention_ratio": lambda n, v: _number(n, v, 1.0),
     "steps_mask": _mask,
     "steps_mask_policy": _one_of("dynamic", "static", None),
+    "enable_dynamic_prune_threshold": _one_of(True, False),
+    "max_dynamic_prune_threshold": _number,
+    "dynamic_prune_threshold_relax_ratio": _ratio,
+    "non_prune_block_ids": _block_ids,
     "downsample_factor": _factor,
     "lists": _lists,
     "gate_lists": _numbers,

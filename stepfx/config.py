@@ -35,6 +35,14 @@ COMPILE_TIME = (
     "stop_after",
 )
 
+# What only a gate around each block reads.
+PRUNING = (
+    "enable_dynamic_prune_threshold",
+    "max_dynamic_prune_threshold",
+    "dynamic_prune_threshold_relax_ratio",
+    "non_prune_block_ids",
+)
+
 # What gates around single block lists share.
 SAME_FOR_LISTS = ("cache", "signal", "downsample_factor", "lists", "num_inference_steps")
 
@@ -67,7 +75,9 @@ class Config:
         num_inference_steps: the steps of every request; `stepfx.request(steps=...)` wins.
         compute_last_step: whether the last step is computed, if the count of steps is known.
         taylor_order: 0 adds the last residual, 1 or 2 a forecast of it.
-        signal: what is watched; None: the method's own.
+        signal: what is watched; None: the method's own. "modulated" and "timestep" are
+            teacache's; "input" has fbcache and dbcache watch the image stream behind the first
+            blocks in place of what these added to it.
         coefficients: TeaCache's polynomial, highest power first, or the name of a published
             one; None: the change as it is.
         coefficients_sign: what becomes of a negative value of the polynomial.
@@ -76,6 +86,13 @@ class Config:
         steps_mask: text of 1 (computed) and 0, or the name of a mask; steps behind its end
             count as 0.
         steps_mask_policy: "static" reuses at every 0, "dynamic" asks the score there.
+        enable_dynamic_prune_threshold: with dbprune, the scores of a step's first five blocks
+            raise the threshold of the blocks behind them.
+        max_dynamic_prune_threshold: a raised threshold of this or more is not used; None for
+            twice the threshold.
+        dynamic_prune_threshold_relax_ratio: the raised threshold over the mean of the scores.
+        non_prune_block_ids: blocks that dbprune never skips, counted within a list where
+            lists are apart; a number behind the last block means none.
         downsample_factor: the score reads every n-th channel.
         lists: "joined" puts one gate around all block lists, "apart" one around each; a list
             of dictionaries does so with options for each.
@@ -109,13 +126,17 @@ class Config:
     num_inference_steps: int | None = None
     compute_last_step: bool = True
     taylor_order: int = 1
-    signal: Literal["modulated", "timestep"] | None = None
+    signal: Literal["modulated", "timestep", "input"] | None = None
     coefficients: tuple[float, ...] | None = None
     coefficients_sign: Literal["raw", "abs", "clamp"] = "raw"
     magnitudes: MagnitudeCurve | None = None
     retention_ratio: float | None = None
     steps_mask: str | None = None
     steps_mask_policy: Literal["dynamic", "static"] | None = None
+    enable_dynamic_prune_threshold: bool = False
+    max_dynamic_prune_threshold: float | None = None
+    dynamic_prune_threshold_relax_ratio: float = 1.25
+    non_prune_block_ids: tuple[int, ...] = ()
     downsample_factor: int = 1
     lists: Literal["joined", "apart"] | tuple[ListOptions, ...] = "joined"
     gate_lists: tuple[int, ...] | None = None
@@ -202,10 +223,10 @@ class Config:
                 f"'inner' is {self.inner!r}"
             )
         preset = self.preset()
-        if preset.signal == "residual" and self.fn_compute_blocks == 0:
+        if preset.score == "change" and not preset.fn_compute_blocks and not preset.per_block:
             raise ConfigError(
                 "option 'fn_compute_blocks' must be an integer of at least 1 with "
-                f"cache={self.cache!r}, which watches the residual of these blocks, not 0"
+                f"cache={self.cache!r}, which watches what these blocks do, not 0"
             )
         if self.cache == "mask" and self.steps_mask is None:
             raise ConfigError(
@@ -226,21 +247,24 @@ class Config:
     def _check_reach(self, given: Mapping[str, Any], preset: Preset) -> None:
         """Raise if an option was given that the method does not read."""
         readers = {
-            "coefficients": preset.score == "accumulated",
-            "signal": preset.score == "accumulated",
-            "magnitudes": preset.score == "magnitude",
-            "steps_mask_policy": self.steps_mask is not None,
+            "coefficients": (preset.score == "accumulated", "cache='teacache'"),
+            "magnitudes": (preset.score == "magnitude", "cache='magcache'"),
+            "steps_mask_policy": (self.steps_mask is not None, "option 'steps_mask'"),
+            "signal": self._signal_reader(preset),
+            **{name: (preset.per_block, "cache='dbprune'") for name in PRUNING},
         }
-        for name, is_read in readers.items():
-            if given.get(name) is not None and not is_read:
-                needed = {
-                    "magnitudes": "cache='magcache'",
-                    "steps_mask_policy": "option 'steps_mask'",
-                }.get(name, "cache='teacache'")
+        for name, (is_read, needed) in readers.items():
+            if given.get(name) not in (None, False, ()) and not is_read:
                 raise ConfigError(
                     f"option {name!r} is {given[name]!r}, but needs {needed}; option 'cache' "
                     f"is {self.cache!r}"
                 )
+
+    def _signal_reader(self, preset: Preset) -> tuple[bool, str]:
+        """Return whether the method can watch the signal asked for, and which one can."""
+        if self.signal == "input":
+            return preset.score == "change", "cache='fbcache' or 'dbcache'"
+        return preset.score == "accumulated", "cache='teacache'"
 
     def _check_history(self, given: Mapping[str, Any]) -> None:
         """Raise if a forecast was asked for that can never be made."""

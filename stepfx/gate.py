@@ -130,11 +130,17 @@ class Gate:
             state.kept = None
             trial = Trial(Verdict.COMPUTE)
         elif trial.verdict is Verdict.ASK and score is not None:
-            trial = policy.judge(trial, change, state, self.request, self.branch)
+            earlier = self._scores_of(policy)
+            trial = policy.judge(trial, change, state, self.request, self.branch, earlier)
         elif trial.verdict is Verdict.ASK:
             trial = policy.judge_magnitude(trial, state, self.request, self.branch, now)
         self._trials.append(trial)
         return not trial.close or state.kept is None
+
+    def _scores_of(self, policy: Policy) -> list[float]:
+        """Return the scores that gates of `policy` had in this call so far."""
+        asked = zip(self.plan.policies, self._trials, strict=False)
+        return [t.score for own, t in asked if own is policy and t.score is not None]
 
     def _read_time(self, time: torch.Tensor | None, branch: Branch | None) -> float:
         return read_time(self.outer_time if time is None else time, branch)

@@ -60,11 +60,13 @@ def placement(config: Config) -> StepCache:
     preset = config.preset()
     lists: tuple[tuple[int, int], ...] = ()
     history = config.taylor_order + 1
+    exempt: tuple[tuple[int, ...], ...] = (config.non_prune_block_ids,)
     if config.lists != "joined":
         own = [config.for_list(i) for i in range(config.lists_with_options + 1)]
         presets = [one.preset() for one in own]
         lists = tuple((p.fn_compute_blocks, p.bn_compute_blocks) for p in presets)
         history = max(one.taylor_order + 1 for one in own)
+        exempt = tuple(one.non_prune_block_ids for one in own)
     return StepCache(
         preset.fn_compute_blocks,
         preset.bn_compute_blocks,
@@ -73,6 +75,7 @@ def placement(config: Config) -> StepCache:
         config.downsample_factor,
         preset.per_block,
         lists,
+        exempt,
     )
 
 

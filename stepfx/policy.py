@@ -77,6 +77,22 @@ class Policy:
             return self.preset.threshold
         return other
 
+    def pruning_threshold(self, threshold: float, earlier: Sequence[float]) -> float:
+        """Return the threshold of a block that is pruned alone.
+
+        `earlier` are the scores of the blocks that were asked before it in this step. The
+        dynamic threshold is that of cache-dit's DBPrune: the mean of the first five that are
+        above 0, times a ratio, where that is above the threshold and below a cap.
+        """
+        config = self.config
+        found = [score for score in earlier[:5] if score > 0]
+        if not config.enable_dynamic_prune_threshold or not found:
+            return threshold
+        raised = sum(found) / len(found) * config.dynamic_prune_threshold_relax_ratio
+        cap = config.max_dynamic_prune_threshold
+        fits = raised < (2 * threshold if cap is None else cap)
+        return max(raised, threshold) if fits else threshold
+
     def refreshes(self, branch: Branch) -> bool:
         """Tell whether everything is forgotten before the coming step of `branch`."""
         if self.config.force_refresh_step != branch.position:
@@ -104,7 +120,7 @@ class Policy:
                 return Trial(Verdict.COMPUTE)
             if self.preset.steps_mask_policy == "static":
                 return Trial(Verdict.REUSE, close=True)
-        return self._limits(state)
+        return self._limits(state, branch)
 
     def _is_early(self, step: int, steps: int | None, mask: str | None) -> bool:
         """Tell whether `step` is one of the first ones, which are computed."""
@@ -118,13 +134,19 @@ class Policy:
         total = steps or len(self.config.magnitudes.ratios)
         return step < math.floor(self.preset.retention_ratio * total + 0.5)
 
-    def _limits(self, state: GateState) -> Trial:
+    def _limits(self, state: GateState, branch: Branch) -> Trial:
         limit, in_a_row = self.config.max_cached_steps, self.preset.max_continuous_cached_steps
-        if limit is not None and state.reused >= limit:
-            return Trial(Verdict.COMPUTE)
+        # Where each block has a gate, a limit counts steps in which any block was skipped, as
+        # in cache-dit's DBPrune.
+        per_block = self.preset.per_block
+        if limit is not None:
+            reused = branch.reused_since_refresh if per_block else state.reused
+            if reused >= limit:
+                return Trial(Verdict.COMPUTE)
         if in_a_row is not None:
             original = self.config.continuous_counter == "cache-dit"
-            if (state.runs if original else state.in_a_row) >= in_a_row:
+            row = state.runs if original else state.in_a_row
+            if (branch.reused_in_a_row if per_block else row) >= in_a_row:
                 return Trial(Verdict.COMPUTE, clears_runs=True)
         most = self.config.max_accumulated_threshold
         if most and state.drift >= most:
@@ -138,12 +160,19 @@ class Policy:
         state: GateState,
         request: Request,
         branch: Branch,
+        earlier: Sequence[float] = (),
     ) -> Trial:
-        """Return the decision that a measured relative change leads to."""
+        """Return the decision that a measured relative change leads to.
+
+        `earlier` are the scores of this policy's gates that decided before in this step.
+        """
         score = change
         if self.preset.score == "accumulated":
             score = state.accumulated + self._polynomial(change)
-        return replace(trial, score=score, close=self._is_close(score, request, branch))
+        threshold = self.threshold(request, branch)
+        if self.preset.per_block:
+            threshold = self.pruning_threshold(threshold, earlier)
+        return replace(trial, score=score, close=self._is_close(score, threshold))
 
     def judge_magnitude(
         self, trial: Trial, state: GateState, request: Request, branch: Branch, time: float
@@ -158,11 +187,10 @@ class Policy:
         )
         magnitude = state.magnitude * ratio
         error = state.accumulated + abs(1 - magnitude)
-        close = self._is_close(error, request, branch)
+        close = self._is_close(error, self.threshold(request, branch))
         return replace(trial, score=error, magnitude=magnitude, close=close)
 
-    def _is_close(self, score: float, request: Request, branch: Branch) -> bool:
-        threshold = self.threshold(request, branch)
+    def _is_close(self, score: float, threshold: float) -> bool:
         return score < threshold if self.preset.strict else score <= threshold
 
     def _polynomial(self, change: float) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -155,6 +156,17 @@ class Branch:
     def reused(self) -> int:
         """Steps in which a gate skipped blocks."""
         return self.schedule.count(False)
+
+    @property
+    def reused_since_refresh(self) -> int:
+        """The same since the last refresh."""
+        return self.schedule[self.origin :].count(False)
+
+    @property
+    def reused_in_a_row(self) -> int:
+        """Such steps at the end of the schedule, since the last refresh."""
+        recent = reversed(self.schedule[self.origin :])
+        return sum(1 for _ in itertools.takewhile(operator.not_, recent))
 
     def fit(self, layout: object, gates: int) -> None:
         """Make the states those of the `gates` of a graph; of another graph nothing is kept."""

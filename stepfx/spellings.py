@@ -5,18 +5,19 @@
     diffusers       FirstBlockCacheConfig(...), MagCacheConfig(...), TaylorSeerCacheConfig(...)
     ParaAttention   residual_diff_threshold=0.08, alter_residual_diff_threshold=...
 
-Objects are known by the name of their class, so that no project needs to be installed.
+Every field of theirs is an option here, or changes nothing, or is a `ConfigError` that says
+why. (`stepfx.config_objects` takes the objects apart.)
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stepfx.config_objects import CACHE_ALIASES, OBJECTS, Options, fields_of
 from stepfx.errors import ConfigError, StepfxWarning
 
 ALIASES = {
@@ -33,6 +34,7 @@ ALIASES = {
     "force_refresh_step_hint": "force_refresh_step",
     "force_refresh_step_policy": "force_refresh_policy",
     "taylorseer_order": "taylor_order",
+    "params_modifiers": "lists",
     # vllm-omni
     "cache_backend": "cache",
     "rel_l1_thresh": "threshold",
@@ -43,20 +45,8 @@ ALIASES = {
     "max_skip_steps": "max_continuous_cached_steps",
 }
 
-CACHE_ALIASES = {
-    "none": None,
-    "NONE": None,
-    "first_block_cache": "fbcache",
-    "fb_cache": "fbcache",
-    "cache_dit": "dbcache",
-    "DBCache": "dbcache",
-    "DBPrune": "dbprune",
-    "tea_cache": "teacache",
-    "mag_cache": "magcache",
-}
-
 # What vllm-omni gives to options that its user leaves open.
-VLLM_OMNI: dict[str | None, dict[str, Any]] = {
+VLLM_OMNI: dict[str | None, Options] = {
     "dbcache": {
         "threshold": 0.24,
         "fn_compute_blocks": 1,
@@ -66,33 +56,65 @@ VLLM_OMNI: dict[str | None, dict[str, Any]] = {
     "teacache": {"threshold": 0.2, "coefficients_sign": "abs"},
 }
 
-# Fields without a counterpart: the value that asks for nothing, and why it is not needed.
-WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
-    "enable_separate_cfg": (None, "branches are told apart by their inputs"),
-    "cfg_compute_first": (False, "branches are told apart by their inputs"),
-    "cfg_diff_compute_separate": (True, "each branch has a score of its own"),
-    "enable_alter_cache": (None, "branches are told apart by their inputs"),
-    "important_condition_threshold": (0.0, "the score counts every token"),
-    "l1_hidden_states_diff_threshold": (None, "the score is that of the residual"),
-    "enable_dynamic_prune_threshold": (False, "the threshold is the same for every block"),
-    "max_dynamic_prune_threshold": (None, "the threshold is the same for every block"),
-    "dynamic_prune_threshold_relax_ratio": (1.25, "the threshold is the same for all"),
-    "non_prune_block_ids": ([], "only the first and last blocks are exempt"),
-    "force_reduce_calibrator_vram": (False, "residuals are kept whole"),
-    "enable_encoder_calibrator": (None, "every stream is forecast"),
-    "enable_encoder_taylorseer": (None, "every stream is forecast"),
-    "taylorseer_cache_type": ("residual", "the residual is forecast"),
-    "calibrator_cache_type": ("residual", "the residual is forecast"),
-}
-# Their other value says what stepfx does anyway.
-_HARMLESS = {
-    "enable_separate_cfg",
-    "enable_alter_cache",
-    "enable_encoder_calibrator",
-    "enable_encoder_taylorseer",
+# The fields of vllm-omni's configuration, which holds those of all its methods at once, and
+# of them the ones that a method reads.
+_VLLM_OMNI_FIELDS: dict[str | None, set[str]] = {
+    "teacache": {"rel_l1_thresh", "coefficients"},
+    "dbcache": {
+        "Fn_compute_blocks",
+        "Bn_compute_blocks",
+        "max_warmup_steps",
+        "max_cached_steps",
+        "residual_diff_threshold",
+        "max_continuous_cached_steps",
+        "enable_taylorseer",
+        "taylorseer_order",
+        "scm_steps_mask_policy",
+        "scm_steps_policy",
+    },
+    None: set(),
 }
 
-Options = dict[str, Any]
+# Fields whose every value asks for what stepfx does anyway.
+HARMLESS = {
+    # Branches are told apart by their inputs.
+    "enable_separate_cfg",
+    "cfg_compute_first",
+    "enable_alter_cache",
+    # Every stream is forecast, in the dtype of the model.
+    "enable_encoder_calibrator",
+    "enable_encoder_taylorseer",
+    "enable_encoder_dmd",
+    "enable_encoder_foca",
+    "taylor_factors_dtype",
+    # Blocks are skipped whole.
+    "use_lite_mode",
+    # Read only with `slg_layers` and `enable_dmd`, which are refused.
+    "slg_start",
+    "slg_end",
+    "dmd_history",
+    "dmd_rank",
+    "dmd_ridge",
+    "dmd_svd_precision",
+}
+
+# Fields that stepfx has only one value of, that value, and why.
+ONE_VALUE: dict[str, tuple[Any, str]] = {
+    "cfg_diff_compute_separate": (True, "each branch has a score of its own"),
+    "important_condition_threshold": (0.0, "the score counts every token"),
+    "taylorseer_cache_type": ("residual", "residuals are forecast, not hidden states"),
+    "calibrator_cache_type": ("residual", "residuals are forecast, not hidden states"),
+    "calibrator_kwargs": ({}, "a forecast has no setting but taylor_order"),
+    "enable_dmd": (False, "forecasts are those of taylor_order 0, 1 or 2"),
+    "enable_foca": (False, "forecasts are those of taylor_order 0, 1 or 2"),
+    "slg_layers": (None, "skip-layer guidance is not a cache"),
+    "skip_predict_identifiers": (None, "blocks are cached, not modules by name"),
+    "cache_identifiers": (None, "blocks are cached, not modules by name"),
+    "calibrate": (False, "a curve is recorded beforehand and given as 'magnitudes'"),
+}
+
+# What ParaAttention's `taylorseer_kwargs` may say beside the order.
+_TAYLOR_KWARGS = {"warmup_steps": 1, "skip_interval_steps": 1, "compute_step_map": None}
 
 
 def translate(given: tuple[Any, ...], options: Mapping[str, Any]) -> Options:
@@ -103,40 +125,46 @@ def translate(given: tuple[Any, ...], options: Mapping[str, Any]) -> Options:
         options: keyword options; they win over what the objects say.
 
     Raises:
-        ConfigError: an object is not known, a file cannot be read, two names say one thing.
+        ConfigError: an object is not known, a file cannot be read, two names say one thing,
+            or a field asks for what stepfx does not do.
     """
     merged: Options = {}
     named = dict(options)
+    backend = named.get("cache_backend", ...)
     for name in ("cache", "cache_config"):
         value = named.get(name)
         if value is not None and (name == "cache_config" or not isinstance(value, str)):
-            merged.update(_plain(named.pop(name), name))
+            merged.update(_plain(named.pop(name), name, backend))
     for one in given:
-        merged.update(_plain(one, "configuration"))
+        merged.update(_plain(one, "configuration", backend))
     own = _rename(named)
-    if "cache_backend" in named:
-        cache = CACHE_ALIASES.get(own["cache"], own["cache"])
-        merged = {**VLLM_OMNI.get(cache, {}), **merged}
+    if backend is not ...:
+        merged = {**VLLM_OMNI.get(_method(backend), {}), **merged}
     return {**merged, **own}
 
 
-def _plain(value: Any, name: str) -> Options:
+def _method(name: Any) -> Any:
+    return CACHE_ALIASES.get(name, name) if isinstance(name, str) else name
+
+
+def _plain(value: Any, name: str, backend: Any = ...) -> Options:
     """Return the options that one configuration object, dictionary or file stands for."""
-    kind = type(value).__name__
-    if kind in _OBJECTS:
-        return _OBJECTS[kind](value)
+    fields = fields_of(value)
+    if fields is not None:
+        return _rename(fields)
     if isinstance(value, Mapping):
-        return _from_mapping(value)
+        return _from_mapping(value, backend)
     if isinstance(value, str | os.PathLike):
-        return _from_mapping(_read(os.fspath(value)))
-    known = ", ".join(_OBJECTS)
+        return _from_mapping(_read(os.fspath(value)), backend)
     raise ConfigError(
         f"option {name!r} must be a dictionary, a JSON text, a YAML or JSON file, or one of "
-        f"{known}, not {value!r}"
+        f"{', '.join(OBJECTS)}, not {value!r}"
     )
 
 
-def _from_mapping(value: Mapping[str, Any]) -> Options:
+def _from_mapping(value: Mapping[str, Any], backend: Any) -> Options:
+    if backend is not ...:
+        return _rename(_read_by(_method(backend), value))
     sections = {"cache_config", "parallelism_config", "attention_backend", "quantize_config"}
     found = sections & set(value)
     if not found:
@@ -151,6 +179,14 @@ def _from_mapping(value: Mapping[str, Any]) -> Options:
         )
     # cache-dit takes a section without a type for DBCache.
     return {"cache": "dbcache", **_rename(value.get("cache_config") or {})}
+
+
+def _read_by(method: Any, value: Mapping[str, Any]) -> Options:
+    """Leave out fields of vllm-omni's configuration that belong to another method."""
+    if method not in _VLLM_OMNI_FIELDS:
+        return dict(value)
+    others = set().union(*_VLLM_OMNI_FIELDS.values()) - _VLLM_OMNI_FIELDS[method]
+    return {name: item for name, item in value.items() if name not in others}
 
 
 def _read(text: str) -> Mapping[str, Any]:
@@ -194,119 +230,120 @@ def _yaml(content: str, source: str, error: Exception) -> Any:
 def _rename(options: Mapping[str, Any]) -> Options:
     """Return `options` in stepfx's names; what says nothing is left out."""
     renamed: Options = {}
-    switches = ("enable_taylorseer", "enable_calibrator")
     for name, value in options.items():
-        if name in WITHOUT_COUNTERPART:
-            _note_without_counterpart(name, value)
+        if name in HARMLESS or name in _TOGETHER:
             continue
-        if name in ("enable_dmd", "enable_foca"):
-            if value:
-                raise ConfigError(
-                    f"option {name!r}: stepfx forecasts with taylor_order 0, 1 or 2 only"
-                )
-            continue
-        if name in switches:
+        if name in ONE_VALUE:
+            _check_one_value(name, value)
             continue
         target = ALIASES.get(name, name)
         if target in renamed:
             raise ConfigError(f"option {name!r} says again what {target!r} said")
-        renamed[target] = value
-    for name in switches:
-        if name in options:
-            order = renamed.get("taylor_order", 1) if options[name] else 0
-            renamed["taylor_order"] = order
+        renamed[target] = _plain_value(target, value)
+    for name, add in _TOGETHER.items():
+        if options.get(name) is not None:
+            add(options, renamed)
+    spelled = {"scm_steps_policy", "steps_computation_policy"} & set(options)
+    has_mask = renamed.get("steps_mask") is not None
+    if spelled and not has_mask and renamed["steps_mask_policy"] in (None, "dynamic"):
+        del renamed["steps_mask_policy"]  # their default, which says nothing without a mask
     return renamed
 
 
-def _note_without_counterpart(name: str, value: Any) -> None:
-    neutral, why = WITHOUT_COUNTERPART[name]
-    if value in (neutral, None) or name in _HARMLESS:
-        return
-    warnings.warn(
-        f"stepfx: option {name!r} is {value!r}, which stepfx does not do: {why}",
-        StepfxWarning,
-        stacklevel=2,
-    )
-
-
-def _fields(value: Any) -> Options:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-
-
-def _db_config(value: Any) -> Options:
-    """Take a DBCacheConfig or DBPruneConfig: what equals its default is left open."""
-    options = _fields(value)
-    kind = options.pop("cache_type")
-    extra = options.pop("extra_cache_config", None)
-    if extra is not None:
-        options.update(_fields(extra))
-    mask = options.pop("steps_computation_mask", None)
-    if mask is not None:
-        options["steps_computation_mask"] = mask
-    else:
-        options.pop("steps_computation_policy", None)
-    if options.get("force_refresh_step_hint") is None:
-        options.pop("force_refresh_step_policy", None)
-    return {
-        **_rename({k: v for k, v in options.items() if v is not None}),
-        "cache": CACHE_ALIASES.get(str(getattr(kind, "value", kind)), str(kind)),
-    }
-
-
-def _calibrator(value: Any) -> Options:
-    if not value.enable_calibrator:
-        return {"taylor_order": 0}
-    if value.calibrator_type != "taylorseer":
+def _check_one_value(name: str, value: Any) -> None:
+    neutral, why = ONE_VALUE[name]
+    if value is not None and value != neutral:
         raise ConfigError(
-            f"calibrator {value.calibrator_type!r}: stepfx forecasts with taylor_order 0, 1 "
-            "or 2 only"
+            f"option {name!r} is {value!r}, but stepfx has only {neutral!r}: {why}"
         )
-    return {"taylor_order": value.taylorseer_order}
 
 
-def _first_block(value: Any) -> Options:
-    return {"cache": "fbcache", "threshold": value.threshold}
+def _plain_value(target: str, value: Any) -> Any:
+    if target == "lists":
+        return _of_lists(value)
+    if target == "cache" and hasattr(value, "value"):
+        return value.value  # cache-dit's enumeration
+    if target == "num_inference_steps" and value == -1:
+        return None  # ParaAttention's default
+    if target == "threshold" and hasattr(value, "item"):
+        return value.item()  # cache-dit takes a tensor
+    return value
 
 
-def _mag(value: Any) -> Options:
-    if value.mag_ratios is None:
-        raise ConfigError("option 'magnitudes' must be ratios; MagCacheConfig has none")
-    return {
-        "cache": "magcache",
-        "threshold": value.threshold,
-        "max_continuous_cached_steps": value.max_skip_steps,
-        "retention_ratio": value.retention_ratio,
-        "magnitudes": [float(ratio) for ratio in value.mag_ratios],
-        # The object has spread its ratios over this many steps.
-        "num_inference_steps": value.num_inference_steps,
-    }
+def _of_lists(value: Any) -> Any:
+    """Take options or ParamsModifiers of cache-dit, one for each block list."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return value if fields_of(value) is None else [_plain(value, "lists")]
+    if len(value) == 1 and isinstance(value[0], list | tuple):
+        value = value[0]
+    if any(isinstance(item, list | tuple) for item in value):
+        raise ConfigError(
+            "option 'params_modifiers' holds lists for several transformers; compile each "
+            "transformer with options of its own"
+        )
+    # What is neither is left to the check of the option.
+    return [_plain(item, "lists") if fields_of(item) is not None else item for item in value]
 
 
-def _taylor_seer(value: Any) -> Options:
-    """Take TaylorSeerCacheConfig's schedule; it forecasts modules, stepfx the block stack."""
-    before, interval = value.disable_cache_before_step, value.cache_interval
-    after = value.disable_cache_after_step
-    mask = "".join(
-        "1"
-        if step < before
-        or (step - before - 1) % interval == 0
-        or (after is not None and step >= after)
-        else "0"
-        for step in range(_LONGEST)
-    )
-    return {"cache": "mask", "steps_mask": mask, "taylor_order": value.max_order}
+def _switch(name: str) -> Callable[[Mapping[str, Any], Options], None]:
+    """Return what a switch of forecasts does: off is order 0."""
+
+    def add(options: Mapping[str, Any], renamed: Options) -> None:
+        renamed["taylor_order"] = renamed.get("taylor_order", 1) if options[name] else 0
+
+    return add
 
 
-_LONGEST = 1000  # steps: more than any sampler takes
+def _taylor_kwargs(options: Mapping[str, Any], renamed: Options) -> None:
+    """Take ParaAttention's settings of a forecast, whose order is 2 if it is left open."""
+    given = dict(options["taylorseer_kwargs"])
+    order = given.pop("n_derivatives", 2)
+    for name, value in given.items():
+        if name not in _TAYLOR_KWARGS or value != _TAYLOR_KWARGS[name]:
+            raise ConfigError(
+                f"option 'taylorseer_kwargs' has {name!r} as {value!r}; stepfx takes only "
+                "'n_derivatives', and decides when to compute by steps_mask and warm-up"
+            )
+    if options.get("enable_taylorseer", True):
+        renamed["taylor_order"] = order
 
-_OBJECTS: dict[str, Any] = {
-    "FirstBlockCacheConfig": _first_block,
-    "MagCacheConfig": _mag,
-    "TaylorSeerCacheConfig": _taylor_seer,
-    "DBCacheConfig": _db_config,
-    "DBPruneConfig": _db_config,
-    "TaylorSeerCalibratorConfig": _calibrator,
-    "CalibratorConfig": _calibrator,
-    "DMDCalibratorConfig": _calibrator,
-    "FoCaCalibratorConfig": _calibrator,
+
+def _extra(options: Mapping[str, Any], renamed: Options) -> None:
+    renamed.update(_plain(options["extra_cache_config"], "extra_cache_config"))
+
+
+def _hidden_states(options: Mapping[str, Any], renamed: Options) -> None:
+    """Watch the stream behind the first blocks, at a threshold that replaces the other."""
+    renamed["signal"] = "input"
+    renamed["threshold"] = options["l1_hidden_states_diff_threshold"]
+
+
+def _fewer_channels(options: Mapping[str, Any], renamed: Options) -> None:
+    """DBPrune keeps every fourth channel of what it watches when it forecasts."""
+    if options["force_reduce_calibrator_vram"] and renamed.get("taylor_order", 1):
+        renamed["downsample_factor"] = max(4, renamed.get("downsample_factor", 1))
+
+
+def _refresh_hint(options: Mapping[str, Any], renamed: Options) -> None:
+    """cache-dit counts calls of the transformer: two a step where branches are apart."""
+    hint = options["force_refresh_step_hint"]
+    if options.get("enable_separate_cfg") and isinstance(hint, int):
+        if hint % 2:
+            raise ConfigError(
+                f"option 'force_refresh_step_hint' is {hint} calls, which ends between the "
+                "two branches of a step; with 'enable_separate_cfg' it must be even"
+            )
+        hint //= 2
+    renamed["force_refresh_step"] = hint
+
+
+# Fields whose meaning depends on others, in the order they are read.
+_TOGETHER: dict[str, Callable[[Mapping[str, Any], Options], None]] = {
+    "enable_taylorseer": _switch("enable_taylorseer"),
+    "enable_calibrator": _switch("enable_calibrator"),
+    "taylorseer_kwargs": _taylor_kwargs,
+    "extra_cache_config": _extra,
+    "l1_hidden_states_diff_threshold": _hidden_states,
+    "force_reduce_calibrator_vram": _fewer_channels,
+    "force_refresh_step_hint": _refresh_hint,
 }

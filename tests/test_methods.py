@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -205,6 +206,52 @@ def test_pruning_decides_for_each_block(tiny: Any) -> None:
     with stepfx.request(**prune, threshold=typical):
         _, ran = one.denoise(model, times)
     assert len(set(ran)) > 2, "some blocks of a step are skipped and others run"
+
+
+def test_blocks_that_are_never_pruned(tiny: Any) -> None:
+    one = tiny("Wan")
+    model = compiled(one, cache="dbprune", threshold=1e9, fn_compute_blocks=1)
+    times = one.times(4)
+    options = {"max_warmup_steps": 1, "non_prune_block_ids": [0, 3, 4, 99]}
+    with stepfx.request(**options):
+        assert one.denoise(model, times)[1] == [6, 3, 3, 3]
+    with stepfx.request(max_warmup_steps=1):
+        assert one.denoise(model, times)[1] == [6, 1, 1, 1]
+    flux = tiny("Flux")
+    model = compiled(
+        flux, cache="dbprune", threshold=1e9, max_warmup_steps=1, fn_compute_blocks=1
+    )
+    own = [{"fn_compute_blocks": 1, "non_prune_block_ids": [1]}, {"fn_compute_blocks": 2}]
+    with stepfx.request(lists=own):
+        assert flux.denoise(model, times)[1] == [9, 4, 4, 4]
+
+
+def test_limits_of_pruning_count_steps(tiny: Any) -> None:
+    """As in cache-dit: a step in which any block was skipped counts, for every block."""
+    one = tiny("Wan")
+    model = compiled(one, cache="dbprune", threshold=1e9, fn_compute_blocks=1)
+    with stepfx.request(max_warmup_steps=1, max_continuous_cached_steps=2):
+        assert one.denoise(model, one.times(7))[1] == [6, 1, 1, 6, 1, 1, 6]
+    with stepfx.request(max_warmup_steps=1, max_cached_steps=2):
+        assert one.denoise(model, one.times(5))[1] == [6, 1, 1, 6, 6]
+
+
+def test_the_stream_behind_the_first_blocks_is_watched(tiny: Any) -> None:
+    """The score is that of the stream, computed here by hooks of the eager model."""
+    one = tiny("Wan")
+    model, times = compiled(one, signal="input", threshold=1e-30, batch="mean"), one.times(5)
+    seen: list[torch.Tensor] = []
+    one.denoise(model, times)
+    block = one.model.blocks[0]
+    handle = block.register_forward_hook(lambda _, args, out: seen.append(out))
+    one.denoise(one.model, times)
+    handle.remove()
+    expected = [
+        ((b - a).abs().mean() / a.abs().mean()).item() for a, b in itertools.pairwise(seen)
+    ]
+    assert last_branch(one).scores[1:] == pytest.approx(expected, rel=1e-4)
+    with stepfx.request(threshold=1e9):
+        assert one.denoise(model, times)[1] == [6, 1, 1, 1, 1]
 
 
 def test_history_is_bounded_and_follows_the_order(tiny: Any) -> None:

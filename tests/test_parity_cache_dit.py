@@ -8,6 +8,10 @@ Defects of the original that are not copied, so that the runs here avoid them:
 * in transformer-only mode the first steps of a second request are served from the first
   (its counter is raised only behind the first blocks); here each run has a fresh model;
 * the first derivative exists after four computed steps; stepfx needs two. Warm-up is longer;
+* pruning: once the first block of a step has used up `max_cached_steps`, the others of that
+  step run; stepfx counts the steps before. The threshold of the second branch follows the
+  scores of the first; each branch has its own here. The sum of scores is not kept there, so
+  `max_accumulated_threshold` does nothing; here it counts for each block;
 * up to August 2026 `max_continuous_cached_steps` counted oddly (tests/test_policy.py has its
   schedules, `continuous_counter="cache-dit"` copies it); 1.5.3 counts steps in a row.
 """
@@ -66,7 +70,9 @@ def trajectory(tiny: Any, model: Any, steps: int, ran: Any) -> Any:
     return counts, velocities
 
 
-def original(tiny: Any, steps: int, setting: dict[str, Any], order: int = 0) -> Any:
+def original(
+    tiny: Any, steps: int, setting: dict[str, Any], order: int = 0, kind: str = "DBCacheConfig"
+) -> Any:
     """Run a model under cache-dit."""
     count = 0
 
@@ -91,7 +97,7 @@ def original(tiny: Any, steps: int, setting: dict[str, Any], order: int = 0) -> 
     calibrator = cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=order) if order else None
     cache_dit.enable_cache(
         tiny.model,
-        cache_config=cache_dit.DBCacheConfig(enable_separate_cfg=False, **setting),
+        cache_config=getattr(cache_dit, kind)(enable_separate_cfg=False, **setting),
         calibrator_config=calibrator,
     )
     return trajectory(tiny, tiny.model, steps, lambda: count)
@@ -104,7 +110,7 @@ def ours(tiny: Any, model: Any, steps: int, setting: dict[str, Any], order: int 
         setting["steps_mask"] = setting.pop("scm")
         setting["steps_mask_policy"] = setting.pop("policy", "dynamic")
     with stepfx.request(
-        cache="dbcache",
+        cache=setting.pop("cache", "dbcache"),
         bn_compute_blocks=setting.pop("Bn_compute_blocks", 0),
         num_inference_steps=steps,
         taylor_order=order,
@@ -164,3 +170,41 @@ def test_taylor_seer(tiny: Any, name: str, order: int) -> None:
     assert_equal(found, original(tiny(name), 28, setting, order))
     plain = ours(one, model, 28, setting)
     assert any(not torch.allclose(a, b) for a, b in zip(found[1], plain[1], strict=True))
+
+
+PRUNING: list[dict[str, Any]] = [
+    {"Fn_compute_blocks": 1, "max_warmup_steps": 1},
+    {"Fn_compute_blocks": 1, "Bn_compute_blocks": 1, "max_warmup_steps": 4},
+    {"Fn_compute_blocks": 1, "max_warmup_steps": 2, "enable_dynamic_prune_threshold": True},
+    {
+        "Fn_compute_blocks": 1,
+        "max_warmup_steps": 2,
+        "enable_dynamic_prune_threshold": True,
+        "max_dynamic_prune_threshold": 0.9,
+        "dynamic_prune_threshold_relax_ratio": 1.1,
+        "non_prune_block_ids": [2],
+    },
+    {"Fn_compute_blocks": 1, "max_warmup_steps": 2, "max_continuous_cached_steps": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["Wan", *(pytest.param(n, marks=pytest.mark.slow) for n in ("Flux", "CogVideoX"))]
+)
+def test_pruning(tiny: Any, name: str) -> None:
+    """How many blocks ran at each step, and outputs; DiT's pattern 3 fails in cache-dit."""
+    one = tiny(name)
+    model = compiled(one)
+    for steps in (28, 50):
+        loose = {**PRUNING[0], "cache": "dbprune", "residual_diff_threshold": 1e-30}
+        ours(one, model, steps, loose)
+        (branch,) = stepfx.stats(one.model)[-1].branches.values()
+        middle = sorted(score for score in branch.scores if score is not None)[steps // 2]
+        for i, factor in enumerate((0.7, 1.0, 1.5, 2.5, 4.0)):
+            setting = {**PRUNING[i], "residual_diff_threshold": factor * middle}
+            found = ours(one, model, steps, {**setting, "cache": "dbprune"})
+            expected = original(tiny(name), steps, setting, kind="DBPruneConfig")
+            assert found[0] == expected[0]
+            assert len(set(found[0])) > 1, "a cache test needs computed and reused steps"
+            for a, b in zip(found[1], expected[1], strict=True):
+                assert (a - b).norm() <= 1e-4 * b.norm()

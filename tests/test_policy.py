@@ -196,6 +196,27 @@ def test_a_score_equal_to_the_threshold(strict: bool, expected: str) -> None:
     assert schedule(2, changes=[0, 0.25], threshold=0.25, strict=strict) == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "earlier", "expected"),
+    [
+        ({"enable_dynamic_prune_threshold": False}, [0.1], 0.08),
+        ({}, [], 0.08),
+        ({}, [0.1], 0.125),
+        ({}, [0.02], 0.08),  # never below the static one
+        ({}, [0.2], 0.08),  # 0.25 is above twice the threshold
+        ({"max_dynamic_prune_threshold": 0.3}, [0.2], 0.25),
+        ({"dynamic_prune_threshold_relax_ratio": 1.5}, [0.1], 0.15),
+        ({}, [0.0, 0.1], 0.125),  # what did not change does not count
+        ({}, [0.1] * 5 + [9.0], 0.125),  # nor does what is behind the first five
+    ],
+)
+def test_dynamic_threshold_of_pruning(
+    options: dict[str, object], earlier: list[float], expected: float
+) -> None:
+    rules = policy(cache="dbprune", **{"enable_dynamic_prune_threshold": True, **options})
+    assert rules.pruning_threshold(0.08, earlier) == pytest.approx(expected)
+
+
 def test_comparisons_of_the_originals() -> None:
     assert not policy(cache="fbcache").preset.strict
     for cache in ("dbcache", "teacache", "dbprune"):
@@ -317,6 +338,13 @@ def test_a_polynomial_may_be_negative(sign: str, expected: float) -> None:
         ({"cache": "dbcache", "fn_compute_blocks": 0}, ["'fn_compute_blocks'", "at least 1"]),
         ({"retention_ratio": 1.5}, ["'retention_ratio'", "at most 1"]),
         ({"downsample_factor": 0}, ["'downsample_factor'", "at least 1"]),
+        ({"non_prune_block_ids": [2]}, ["'non_prune_block_ids'", "needs cache='dbprune'"]),
+        ({"cache": "dbprune", "non_prune_block_ids": [-1]}, ["block numbers from 0 on"]),
+        (
+            {"cache": "dbprune", "dynamic_prune_threshold_relax_ratio": 0},
+            ["'dynamic_prune_threshold_relax_ratio'", "above 0"],
+        ),
+        ({"cache": "teacache", "signal": "input"}, ["'signal' is 'input'", "'fbcache'"]),
         ({"lists": [{"treshold": 1}]}, ["'lists'[0]", "unknown option 'treshold'"]),
         ({"lists": [{"inner": "eager"}]}, ["'lists'[0]", "'inner' is fixed"]),
     ],

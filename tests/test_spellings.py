@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
+import torch
 
 import stepfx
 from stepfx.config import Config, ConfigError
-from stepfx.spellings import ALIASES
+from stepfx.config_objects import OTHER_METHODS
+from stepfx.spellings import ALIASES, ONE_VALUE
 
 
 def options(*given: Any, **named: Any) -> dict[str, Any]:
@@ -182,6 +185,151 @@ def test_bad_configurations(
         assert text in str(caught.value)
 
 
-def test_what_has_no_counterpart_is_said() -> None:
-    with pytest.warns(stepfx.StepfxWarning, match="'important_condition_threshold' is 0.5"):
-        Config.build(important_condition_threshold=0.5)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("important_condition_threshold", 0.5),
+        ("cfg_diff_compute_separate", False),
+        ("taylorseer_cache_type", "hidden_states"),
+        ("calibrator_kwargs", {"n": 1}),
+        ("enable_foca", True),
+        ("slg_layers", [3]),
+    ],
+)
+def test_fields_that_stepfx_has_one_value_of(name: str, value: Any) -> None:
+    neutral, why = ONE_VALUE[name]
+    assert options({name: neutral}) == options({name: None}) == {}
+    with pytest.raises(ConfigError) as caught:
+        Config.build(**{name: value})
+    for text in (name, repr(value), repr(neutral), why):
+        assert text in str(caught.value)
+
+
+def test_every_field_of_paraattention() -> None:
+    """The defaults of its options change nothing; `taylorseer_kwargs` give the order."""
+    defaults = {
+        "downsample_factor": 1,
+        "enable_alter_cache": False,
+        "num_inference_steps": -1,
+        "warmup_steps": 0,
+        "slg_layers": None,
+        "slg_start": 0.0,
+        "slg_end": 0.1,
+    }
+    assert options(defaults) == {"max_warmup_steps": 0}
+    kwargs = {"enable_taylorseer": True, "taylorseer_kwargs": {"n_derivatives": 2}}
+    assert options(kwargs) == options(enable_taylorseer=True, taylorseer_kwargs={})
+    assert options(kwargs) == {"taylor_order": 2}
+    with pytest.raises(ConfigError, match="'taylorseer_kwargs' has 'skip_interval_steps' as 3"):
+        Config.build(taylorseer_kwargs={"skip_interval_steps": 3})
+
+
+VLLM_OMNI = {
+    "rel_l1_thresh": 0.3,
+    "coefficients": [0, 0, 0, 1, 0],
+    "Fn_compute_blocks": 2,
+    "Bn_compute_blocks": 1,
+    "max_warmup_steps": 5,
+    "max_cached_steps": -1,
+    "residual_diff_threshold": 0.2,
+    "max_continuous_cached_steps": 2,
+    "enable_taylorseer": False,
+    "taylorseer_order": 1,
+    "scm_steps_mask_policy": None,
+    "scm_steps_policy": "dynamic",
+    "num_inference_steps": None,
+}
+
+
+def test_every_field_of_vllm_omni() -> None:
+    """Its configuration holds the fields of all methods; each method reads its own."""
+    text = json.dumps(VLLM_OMNI)
+    assert options(cache_backend="tea_cache", cache_config=text) == {
+        "cache": "teacache",
+        "threshold": 0.3,
+        "coefficients": (0, 0, 0, 1, 0),
+        "coefficients_sign": "abs",
+    }
+    assert options(cache_backend="cache_dit", cache_config=text) == {
+        "cache": "dbcache",
+        "threshold": 0.2,
+        "fn_compute_blocks": 2,
+        "bn_compute_blocks": 1,
+        "max_warmup_steps": 5,
+        "max_continuous_cached_steps": 2,
+        "taylor_order": 0,
+    }
+    assert options(cache_backend="none", cache_config=text) == {"cache": None}
+    with pytest.raises(ConfigError, match="'cache' must be one of"):
+        Config.build(cache_backend="sea_cache")
+
+
+def test_every_field_of_cache_dit() -> None:
+    """No field of its configurations is unknown, and their defaults are taken as they are."""
+    cache_dit = pytest.importorskip("cache_dit")
+    for kind in (cache_dit.DBCacheConfig, cache_dit.DBPruneConfig):
+        assert options(dataclasses.asdict(kind())) == options(kind())
+    found = options(
+        cache_dit.DBPruneConfig(
+            enable_dynamic_prune_threshold=True,
+            max_dynamic_prune_threshold=0.3,
+            dynamic_prune_threshold_relax_ratio=1.5,
+            non_prune_block_ids=[5, 2],
+            force_reduce_calibrator_vram=True,
+            residual_diff_threshold=torch.tensor(0.25),
+            force_refresh_step_hint=10,
+            enable_separate_cfg=True,
+        )
+    )
+    assert found["cache"] == "dbprune"
+    assert found["enable_dynamic_prune_threshold"] is True
+    assert found["max_dynamic_prune_threshold"] == 0.3
+    assert found["dynamic_prune_threshold_relax_ratio"] == 1.5
+    assert found["non_prune_block_ids"] == (2, 5)
+    assert found["downsample_factor"] == 4
+    assert found["threshold"] == 0.25
+    assert found["force_refresh_step"] == 5, "calls of two branches are half as many steps"
+    odd = cache_dit.DBCacheConfig(force_refresh_step_hint=5, enable_separate_cfg=True)
+    with pytest.raises(ConfigError, match="'force_refresh_step_hint' is 5 calls"):
+        Config.build(None, odd)
+
+
+def test_modifiers_of_cache_dit_are_options_of_lists() -> None:
+    cache_dit = pytest.importorskip("cache_dit")
+    first = cache_dit.ParamsModifier(
+        cache_config=cache_dit.DBCacheConfig().reset(residual_diff_threshold=0.2)
+    )
+    second = cache_dit.ParamsModifier(
+        cache_config=cache_dit.DBCacheConfig().reset(Fn_compute_blocks=2),
+        calibrator_config=cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=2),
+    )
+    config = Config.build(cache="dbcache", params_modifiers=[first, second])
+    assert config.for_list(0).threshold == 0.2
+    assert config.for_list(1).fn_compute_blocks == 2
+    assert config.for_list(1).taylor_order == 2
+    assert config.for_list(1).threshold is None
+    with pytest.raises(ConfigError, match="several transformers"):
+        Config.build(params_modifiers=[[first], [second]])
+
+
+def test_hidden_states_of_cache_dit_are_the_signal_input() -> None:
+    found = options({"l1_hidden_states_diff_threshold": 0.1, "residual_diff_threshold": 0.2})
+    assert found == {"signal": "input", "threshold": 0.1}
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_METHODS))
+def test_other_methods_of_diffusers_are_refused(name: str) -> None:
+    given = type(name, (), {})()
+    with pytest.raises(ConfigError, match=f"{name} cannot be used: {OTHER_METHODS[name]}"):
+        Config.build(None, given)
+
+
+def test_every_field_of_diffusers() -> None:
+    plain = diffusers.TaylorSeerCacheConfig()
+    assert options(plain) == options(diffusers.TaylorSeerCacheConfig(use_lite_mode=True))
+    with pytest.raises(ConfigError, match=r"'cache_identifiers'.*blocks are cached"):
+        Config.build(None, diffusers.TaylorSeerCacheConfig(cache_identifiers=["attn"]))
+    with pytest.raises(ConfigError, match="'taylor_order' must be 0, 1 or 2, not 3"):
+        Config.build(None, diffusers.TaylorSeerCacheConfig(max_order=3))
+    with pytest.raises(ConfigError, match="MagCacheConfig has none, it asks to record"):
+        Config.build(None, diffusers.MagCacheConfig(calibrate=True))
