@@ -97,18 +97,15 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     options = default_backend().config
     config = replace(options, cache=options.cache or Config.cache)
     target = getattr(model, "_orig_mod", model)
-    # With the flags first, as stepfx.compile: Dynamo remembers frames that it could not trace.
+    # With the flags first and, where they find no gate, without, as stepfx.compile does. Not
+    # both at once: Dynamo remembers the frames that it could not trace.
     survey = _look_with_flags(target, config, args, kwargs)
-    needs_flags = False
-    if survey is None or survey.depends_on_data or not survey.finds_gate:
+    if survey is None or not survey.finds_gate:
         plain = _look(target, config, args, kwargs)
-        if survey is None or survey.gated_weights <= plain.gated_weights:
-            survey = plain
-        else:
-            needs_flags = True
+        survey = survey if survey is not None and not plain.finds_gate else plain
     runs = stats(target) if isinstance(target, torch.nn.Module) else ()
     report = report_of(survey.results, runs, type(target).__name__)
-    return replace(report, needs_flags=needs_flags)
+    return replace(report, needs_flags=survey.finds_gate and survey.depends_on_data)
 
 
 def _look(

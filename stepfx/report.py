@@ -77,8 +77,9 @@ class Report:
         conditioning: the inputs that tell CFG branches apart.
         fingerprint: a hash of the kinds of blocks, the same for all sizes of an architecture;
             None without block lists.
-        needs_flags: whether the gate is there only with the Dynamo settings that
-            `stepfx.compile` tries; `torch.compile(model, backend="stepfx")` gates less.
+        needs_flags: whether the graph under the gate has sizes that depend on values of
+            tensors: it needs the Dynamo settings that `stepfx.compile` tries, and
+            `torch.compile(model, backend="stepfx")` gets other graphs.
         runs: what happened in the requests of the model so far, oldest first.
         results: the rewritten graphs behind the report, or why there is none.
         model: the class of the model, for titles.
@@ -152,8 +153,8 @@ class Report:
             yield gate_text(self.gate)
             if self.needs_flags:
                 yield (
-                    "with stepfx.compile(model) only: it sets Dynamo flags that bring the "
-                    "blocks into one graph"
+                    "so with stepfx.compile(model), which sets Dynamo flags for sizes that depend "
+                    "on values of tensors; torch.compile alone gets other graphs"
                 )
         else:
             yield f"no gate: {self.reason}"

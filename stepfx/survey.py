@@ -47,10 +47,8 @@ class Survey:
     @property
     def finds_gate(self) -> bool:
         """Whether one of the graphs has a gate."""
-        return self.gated_weights > 0
-
-    @property
-    def gated_weights(self) -> int:
-        """How many weights the blocks under the gates have."""
-        gated = [r.notes["analysis"] for r in self.results if "gate" in r.notes]
-        return sum(map(weights_of_blocks, gated))
+        return any(
+            weights_of_blocks(result.notes["analysis"])
+            for result in self.results
+            if "gate" in result.notes
+        )

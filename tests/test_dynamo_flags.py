@@ -252,4 +252,4 @@ def test_explain_tries_the_flags(kind: type[Masked], needs_flags: bool) -> None:
     assert report.gate is not None
     assert report.gate.blocks == BLOCKS
     assert report.needs_flags is needs_flags
-    assert ("stepfx.compile(model) only" in str(report)) is needs_flags
+    assert ("sets Dynamo flags" in str(report)) is needs_flags
