@@ -153,8 +153,8 @@ class Report:
             yield gate_text(self.gate)
             if self.needs_flags:
                 yield (
-                    "so with stepfx.compile(model), which sets Dynamo flags for sizes that depend "
-                    "on values of tensors; torch.compile alone gets other graphs"
+                    "so with stepfx.compile(model), which sets Dynamo flags for sizes that "
+                    "depend on values of tensors; torch.compile alone gets other graphs"
                 )
         else:
             yield f"no gate: {self.reason}"
