@@ -29,7 +29,9 @@ from stepfx.testing import fill_gates
 HEAD = """# Architectures
 
 Made by `examples/architectures.py` on torch {torch}, diffusers {diffusers}: random weights (no
-gate is zero), tiny sizes, {count} configurations. Blocks are found in the graph alone.
+gate is zero), tiny sizes, {count} configurations, `inner="eager"`. Blocks are found in the
+graph alone. Cosmos resizes its padding mask with torchvision, which need not be installed:
+PyTorch's nearest interpolation then takes its place.
 
 | column | meaning |
 |---|---|
@@ -37,8 +39,8 @@ gate is zero), tiny sizes, {count} configurations. Blocks are found in the graph
 | block lists | lengths, in the order they run |
 | pattern | ForwardPatterns; 0/1 where the graph does not tell them apart |
 | gated | which lists the gate may skip blocks of, or why there is no gate |
-| off is off | threshold 0 gives the model's own output bit for bit, `inner="eager"` |
-| steps | three equal calls: 1 computed, 0 reused |
+| off is off | threshold 0 and computed steps give the model's own output bit for bit |
+| steps | two equal calls, then two with other inputs: 1 computed, 0 reused |
 | linears | linear layers in a computed and in a reused step, counted by PyTorch's profiler |
 
 {exact} of {known} configurations have exactly the block lists that the suite says run; {gated}
@@ -47,10 +49,25 @@ are gated.
 """
 
 
+class _Transforms:
+    """The one function that Cosmos needs of torchvision, which the project does without."""
+
+    class InterpolationMode:
+        NEAREST = "nearest"
+
+    class functional:  # noqa: N801 - torchvision's name
+        @staticmethod
+        def resize(image: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
+            return torch.nn.functional.interpolate(image, size=size, mode=interpolation)
+
+
 def build(name: str, record: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Return the model of a record with random weights, and the arguments of one call."""
     module, cls = record["cls"].rsplit(".", 1)
-    model = getattr(importlib.import_module(module), cls)(**record["init"]).eval()
+    home = importlib.import_module(module)
+    if cls == "CosmosTransformer3DModel" and not hasattr(home, "transforms"):
+        home.transforms = _Transforms  # type: ignore[attr-defined]
+    model = getattr(home, cls)(**record["init"]).eval()
     model.requires_grad_(False)
     fill_gates(model)
     inputs = record["inputs"]

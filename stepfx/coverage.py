@@ -1,4 +1,4 @@
-"""Does stepfx see a model rightly? Block lists, off is off, reuse: checked on one call."""
+"""Does stepfx see a model rightly? Block lists, off is off, reuse: checked on a few calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from stepfx.patterns.program import Span
 from stepfx.pipeline import PipelineResult
 from stepfx.report import Report
 
-CALLS = 3  # one computed step and two reused ones
+# Two calls with the given inputs, two with others: where inputs jump, blocks must run.
+SCHEDULE = "1010"
+THRESHOLD = 1e-3  # equal calls score 0
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,13 @@ class Coverage:
     Attributes:
         name: the model's class, or what the caller calls it.
         report: what `stepfx.explain` says.
-        is_equal: whether threshold 0 through `inner="eager"` gave the model's own output,
-            bit for bit.
-        schedule: the steps of three equal calls in one request, "100" where blocks are reused;
-            empty without a gate.
-        is_sound: whether the output of a reused step is finite and has the model's shapes.
+        is_equal: whether the steps that must be the model's own through `inner="eager"` are,
+            bit for bit: with threshold 0, and the computed ones under the gate.
+        schedule: the steps of two calls with the given inputs and two with others, in one
+            request: "1010" where blocks run and are reused as they should; empty without a
+            gate.
+        is_sound: whether the outputs of reused steps are finite and have the model's shapes
+            and dtypes.
         linears: how many linear layers PyTorch's profiler saw run in a computed step.
         skipped: how many fewer it saw in a reused step.
         expected: how many linear layers the blocks have that the gate may skip.
@@ -51,7 +55,7 @@ class Coverage:
         """Whether the model runs as it should, gated or not."""
         if not (self.is_equal and self.is_sound):
             return False
-        return not self.schedule or (self.schedule == "100" and self.skips_all)
+        return not self.schedule or (self.schedule == SCHEDULE and self.skips_all)
 
     @property
     def skips_all(self) -> bool:
@@ -85,46 +89,85 @@ def check(
     `inner="eager"`, so nothing is compiled by Inductor.
     """
     given = (tuple(args), dict(kwargs or {}))
-
-    def call(target: Any) -> list[torch.Tensor]:
-        own_args, own_kwargs = _copied(given)
-        with torch.no_grad():
-            return _tensors(target(*own_args, **own_kwargs))
-
-    call(model)  # what a model makes once and keeps is no part of a step
+    _call(model, given)  # what a model makes once and keeps is no part of a step
     with _counting_linears() as full:
-        expected = call(model)
+        expected = _call(model, given)
     own_args, own_kwargs = _copied(given)
     report = stepfx.explain(model, *own_args, **own_kwargs)
-    found = call(_compiled(model, 0.0))
+    equal = _are_equal(_call(_compiled(model, 0.0), given), expected)
     schedule, sound, reused = "", True, full
     if report.gate is not None:
-        stepfx.reset(model)
-        gated = _compiled(model, float("1e30"))
+        gated = _compiled(model, THRESHOLD)
         for _ in range(2):  # `stepfx.compile` may try two ways of tracing
-            call(gated)
+            _call(gated, given)
         stepfx.reset(model)
-        with stepfx.request(steps=CALLS + 1, name="coverage", branch="coverage"):
-            outputs = [call(gated)]
+        others = _jumped(given)
+        others_expected = _call(model, others)
+        with stepfx.request(steps=len(SCHEDULE) + 1, name="coverage", branch="coverage"):
+            equal &= _are_equal(_call(gated, given), expected)
             with _counting_linears() as reused:
-                outputs.append(call(gated))
-            outputs.append(call(gated))
+                sound = _are_alike(_call(gated, given), expected)
+            equal &= _are_equal(_call(gated, others), others_expected)
+            sound &= _are_alike(_call(gated, others), others_expected)
         branches = [b for r in stepfx.stats(model) for b in r.branches.values()]
         schedule = branches[-1].schedule if branches else ""
-        sound = all(
-            torch.isfinite(out).all() and out.shape == like.shape and out.dtype == like.dtype
-            for out, like in zip(outputs[-1], expected, strict=True)
-        )
         stepfx.reset(model)
     return Coverage(
         name or type(model).__name__,
         report,
-        len(found) == len(expected) and all(map(torch.equal, found, expected)),
+        equal,
         schedule,
-        bool(sound),
+        sound,
         full[0],
         full[0] - reused[0],
         sum(map(_skippable, report.results)),
+    )
+
+
+def _call(target: Any, given: tuple[Any, Any]) -> list[torch.Tensor]:
+    """Call a model under no_grad on copies of its inputs; return the tensors of its output."""
+    args, kwargs = _copied(given)
+    with torch.no_grad():
+        return _tensors(target(*args, **kwargs))
+
+
+def _jumped(given: Any) -> Any:
+    """Return inputs like the given ones that are far from them.
+
+    Tensors of floats with three or more dimensions (latents, embeddings) are flipped in all
+    of them, so that values stay in their range; where that changes nothing, the largest tensor
+    of floats becomes noise.
+    """
+    flipped = pytree.tree_map(_flipped, given)
+    before, after = pytree.tree_leaves(given), pytree.tree_leaves(flipped)
+    floats = [x for x in before if _is_float(x)]
+    if not floats or any(
+        not torch.equal(x, y) for x, y in zip(before, after, strict=True) if _is_float(x)
+    ):
+        return flipped
+    largest = max(floats, key=torch.Tensor.numel)
+    return pytree.tree_map(lambda x: torch.randn_like(x) if x is largest else x, given)
+
+
+def _flipped(value: Any) -> Any:
+    if not _is_float(value) or value.ndim < 3:
+        return value
+    return value.flip(tuple(range(value.ndim)))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _are_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def _are_alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Tell whether outputs are finite and have the shapes and dtypes of the model's own."""
+    return len(found) == len(expected) and all(
+        bool(torch.isfinite(x).all()) and x.shape == y.shape and x.dtype == y.dtype
+        for x, y in zip(found, expected, strict=True)
     )
 
 

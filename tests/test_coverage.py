@@ -20,9 +20,9 @@ def given() -> tuple[torch.Tensor, ...]:
 def test_a_gated_model_passes(hand_made: Any) -> None:
     found = check(hand_made(6), given())
     assert found.passed
-    assert found.schedule == "100"
+    assert found.schedule == "1010"
     assert [blocks.length for blocks in found.report.block_lists] == [6]
-    assert "| HandMade | 1 | 6 | 3 | yes | yes | 100 |" in markdown([found])
+    assert "| HandMade | 1 | 6 | 3 | yes | yes | 1010 |" in markdown([found])
 
 
 @pytest.mark.filterwarnings("ignore::stepfx.StepfxWarning")
@@ -61,4 +61,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "    return HandMade(6), inputs\n"
     )
     assert main(["coverage", f"{tmp_path / 'covered.py'}:build"]) == 0
-    assert "100" in capsys.readouterr().out
+    assert "1010" in capsys.readouterr().out
