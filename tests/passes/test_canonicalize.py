@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from stepfx.dynamo_flags import with_flags
 from stepfx.passes.canonicalize import Canonicalize
 from stepfx.testing import capture, check_no_match, check_pass, run_pass
 
@@ -181,3 +182,47 @@ def test_items_follow_their_tuple() -> None:
     order = [n.name for n in gm.graph.nodes]
     assert order.index(items[0].name) < order.index("y")
     assert torch.equal(gm(torch.ones(2, 2))[0], expected[0])
+
+
+def test_checks_of_sizes_that_depend_on_data_are_dropped() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        kept = x[x > 0]
+        torch._check(kept.shape[0] >= 2)
+        return kept.sin()
+
+    with with_flags():
+        check_pass(
+            Canonicalize(),
+            function,
+            (torch.tensor([1.0, -1.0, 2.0, 3.0]),),
+            before="""
+                %0: f32[4] = input
+                %1: bool[4] = gt(%0, 0)
+                %2: f32[u0] = getitem(%0, %1)
+                %3 = sym_size.int(%2, 0)
+                %4 = le(%3, 4)
+                %5 = _assert_scalar.default(%4, Runtime assertion failed for expression u0 <= 4 on node 'le')
+                %6 = ge(%3, 2)
+                %7 = _assert_scalar.default(%6, Runtime assertion failed for expression u0 >= 2 on node 'ge')
+                %8: f32[u0] = %2.sin()
+                return (%8,)
+            """,
+            after="""
+                %0: f32[4] = input
+                %1: bool[4] = gt(%0, 0)
+                %2: f32[u0] = getitem(%0, %1)
+                %3: f32[u0] = %2.sin()
+                return (%3,)
+            """,
+            rewrites=2,
+        )
+
+
+def test_a_check_of_a_number_that_was_read_stays() -> None:
+    def function(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        length = n.item()
+        torch._check(length >= 2)
+        return x * length
+
+    with with_flags():
+        check_no_match(Canonicalize(), function, (torch.ones(4), torch.tensor(3)))
