@@ -6,6 +6,7 @@ torch.compile(model, backend="stepfx")
 from stepfx.api import BranchStats, RequestStats, compile, explain, reset, stats
 from stepfx.backend import Backend, configure
 from stepfx.config import Config, ConfigError, StepfxWarning
+from stepfx.enable import disable, enable
 from stepfx.report import BlockListReport, Report
 from stepfx.requests import request
 
@@ -22,6 +23,8 @@ __all__ = [
     "StepfxWarning",
     "compile",
     "configure",
+    "disable",
+    "enable",
     "explain",
     "request",
     "reset",

@@ -242,6 +242,12 @@ class Scope:
         self.root: Scope = self
         self.requests: list[Request] = []
 
+    def renew(self) -> None:
+        """Let what follows be another request; of the one so far nothing is kept."""
+        for opened in self.root.requests:
+            opened.release()
+        self.root.requests = []
+
 
 _scope: ContextVar[Scope | None] = ContextVar("stepfx_request", default=None)
 

@@ -10,6 +10,7 @@ from typing import Any
 from stepfx import calls
 from stepfx.arrangements import Arrangements
 from stepfx.gate import Gate
+from stepfx.labels import current_label
 from stepfx.requests import current_scope
 from stepfx.session import SESSIONS, Caller
 
@@ -108,11 +109,13 @@ class GatedGraph:
             time, conditioning = None, self._conditioning(args)
             if self._code is not None:
                 time, conditioning = self._behind_break(conditioning)
+            label = current_label()
             caller = Caller(
                 scope,
-                (self._fingerprint, *shapes),
+                (self._fingerprint, label, *shapes),
                 conditioning,
                 self._clocks(args),
+                label,
             )
             gate = Gate(session, caller, arrangement.plan, time)
             return arrangement.forward(gate, *args)

@@ -34,13 +34,21 @@ class Caller:
     """What a call shows of who is calling.
 
     `conditioning` tells branches apart. `clocks` (guidance, picture sizes, a second
-    timestep) do where they stand still, and say nothing where they move.
+    timestep) do where they stand still, and say nothing where they move. `label` is the name of
+    the pipeline's cache context; the signature holds it, too.
     """
 
     scope: Scope | None
     signature: object
     conditioning: Sequence[torch.Tensor]
     clocks: Sequence[torch.Tensor] = ()
+    label: str | None = None
+
+    @property
+    def branch(self) -> str | None:
+        """The name that the caller gave the branch, or None where inputs must tell."""
+        given = self.scope.branch if self.scope else None
+        return f"{given}, {self.label}" if given and self.label else given
 
 
 class Session:
@@ -84,7 +92,7 @@ class Session:
         request = self._explicit(caller) if caller.scope else self.current
         if request is None:
             return None, None
-        name = caller.scope.branch if caller.scope else None
+        name = caller.branch
         moved: list[Branch] = []
         for branch in reversed(request.branches):
             if name is not None:
@@ -122,7 +130,7 @@ class Session:
             request, branch = self._open(caller, forced), None
         if branch is None:
             branch = self._new_branch(caller, request)
-        elif time == branch.last_time and not (caller.scope and caller.scope.branch):
+        elif time == branch.last_time and caller.branch is None:
             branch.ambiguous = True
         if branch.ambiguous or branch.step < request.forced:
             branch.kept = None
@@ -186,9 +194,9 @@ class Session:
         return request
 
     def _new_branch(self, caller: Caller, request: Request) -> Branch:
-        given = caller.scope.branch if caller.scope else None
+        given = caller.branch
         branch = Branch(
-            given or f"branch {len(request.branches) + 1}",
+            given or _free_name(caller.label, request),
             caller.signature,
             None if given else Conditioning.of(caller.conditioning),
             None if given or not caller.clocks else Conditioning.of(caller.clocks),
@@ -197,6 +205,15 @@ class Session:
         for old in request.branches[:-MAX_BRANCHES]:
             old.kept = old.conditioning = old.clocks = None
         return branch
+
+
+def _free_name(label: str | None, request: Request) -> str:
+    """Return a name for a new branch of `request`."""
+    number = len(request.branches) + 1
+    if label is None:
+        return f"branch {number}"
+    taken = {branch.name for branch in request.branches}
+    return f"{label}, branch {number}" if label in taken else label
 
 
 class Sessions:
