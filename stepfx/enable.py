@@ -149,20 +149,26 @@ class _Run:
             self.timesteps = timesteps
             self.called.clear()
         if id(model) not in self.called:
+            is_first = not self.called
             self.called.add(id(model))
-            self.scope.steps = _steps_left(scheduler)
+            self.scope.steps = _steps_left(scheduler, is_first)
 
 
 _run: ContextVar[_Run | None] = ContextVar("stepfx_run", default=None)
 
 
-def _steps_left(scheduler: Any) -> int | None:
-    """Return the calls of the model that the scheduler has before it, if it says so."""
+def _steps_left(scheduler: Any, is_first: bool) -> int | None:
+    """Return how many times the model will be called, or None if that is not known.
+
+    Some schedulers do not count their steps: those are known at the first of a run only.
+    """
     timesteps = getattr(scheduler, "timesteps", None)
-    if timesteps is None or not hasattr(scheduler, "step_index"):
+    if timesteps is None:
         return None
-    done = scheduler.step_index
+    done = getattr(scheduler, "step_index", None)
     if done is None:
+        if not is_first and not hasattr(scheduler, "step_index"):
+            return None
         done = getattr(scheduler, "begin_index", None) or 0
     return left if (left := len(timesteps) - done) > 0 else None
 
