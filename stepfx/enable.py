@@ -92,7 +92,10 @@ def disable(pipe: Any) -> Any:
         models = [model for ref in pipeline.models if (model := ref()) is not None]
     for model in models:
         if model in _MODELS:
-            model._compiled_call_impl = _MODELS.pop(model)
+            before = _MODELS.pop(model)
+            del model._compiled_call_impl
+            if before is not None:
+                model._compiled_call_impl = before
             unwatch(model)
         for session in SESSIONS.holding(model.parameters()):
             with session.lock:

@@ -158,7 +158,7 @@ def test_guidance_for_a_part_of_the_run(order: str) -> None:
         pipe._guidance_scale = 5.0 if late == (order == "starts") else 1.0
         return kept
 
-    plain, blocks = one(callback_on_step_end=switch)
+    _, blocks = one(callback_on_step_end=switch)
     enable(one, thresholds)
     found = [one(callback_on_step_end=switch) for _ in range(2)]
     assert torch.equal(found[0][0], found[1][0])
@@ -282,7 +282,7 @@ def test_eager_inductor_stepfx_and_back(tiny: Any) -> None:
 
 class TestBadInput:
     def test_not_a_pipeline(self) -> None:
-        with pytest.raises(stepfx.ConfigError, match="expected a diffusers pipeline.*int"):
+        with pytest.raises(stepfx.ConfigError, match=r"expected a diffusers pipeline.*int"):
             stepfx.enable(3)
 
     def test_an_unknown_component(self) -> None:

@@ -214,7 +214,7 @@ def stable_audio() -> TinyPipeline:
             **embeddings(1, 6, 4, prompt=prompt),
             attention_mask=mask,
             negative_attention_mask=mask,
-            audio_end_in_s=4.0,
+            audio_end_in_s=2.0,
         )
 
     blocks = model.transformer_blocks
@@ -244,9 +244,7 @@ def image_to_video() -> TinyPipeline:
         rope_max_seq_len=32,
     ).eval()
     fill_gates(model.requires_grad_(False))
-    pipe = diffusers.WanImageToVideoPipeline(
-        None, None, vae, flow(), transformer=model, boundary_ratio=0.9
-    )
+    pipe = diffusers.WanImageToVideoPipeline(None, None, vae, flow(), transformer=model)
     image = randn(3, 64, 64).clamp(-1, 1)
 
     def inputs(prompt: float) -> Inputs:
