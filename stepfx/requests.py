@@ -115,7 +115,7 @@ class Branch:
     """One conditioning of one request: its schedule so far and the state of its gates.
 
     `layout` names the graph whose gates the states belong to; `origin` is the step at which
-    the branch was last refreshed.
+    the branch was last refreshed, `start` how many steps of the request were before it.
     """
 
     name: str
@@ -125,6 +125,7 @@ class Branch:
     gates: list[GateState] = field(default_factory=lambda: [GateState()])
     layout: object = None
     origin: int = 0
+    start: int = 0
     first_time: float | None = None
     last_time: float | None = None
     ambiguous: bool = False
@@ -212,6 +213,7 @@ class Request:
     forced: int = 1
     direction: int = 0
     last_time: float | None = None
+    moves: int = 0
     branches: list[Branch] = field(default_factory=list)
 
     def release(self) -> None:
@@ -224,6 +226,7 @@ class Request:
         """Learn from a step in which direction time runs."""
         if self.last_time is not None and time != self.last_time and not self.direction:
             self.direction = 1 if time > self.last_time else -1
+        self.moves += self.last_time is not None and time != self.last_time
         self.last_time = time
 
 

@@ -135,6 +135,8 @@ class Session:
         if branch.ambiguous or branch.step < request.forced:
             branch.kept = None
         request.observe(time)
+        if branch.step == 0:
+            branch.start = request.moves
         if caller.scope is None:
             self.current = request
         return branch
