@@ -113,10 +113,10 @@ class Policy:
         mask = self.config.mask(steps)
         if self._is_early(branch.position, steps, mask) or mask == "":
             return Trial(Verdict.COMPUTE)
-        if self.config.compute_last_step and steps is not None:
-            # A branch may open in mid-run: guidance that starts late, another graph.
-            if branch.start + branch.step >= steps - 1:
-                return Trial(Verdict.COMPUTE)
+        # A branch may open in mid-run: guidance that starts late, another graph.
+        done = branch.start + branch.step
+        if self.config.compute_last_step and steps is not None and done >= steps - 1:
+            return Trial(Verdict.COMPUTE)
         if mask is not None:
             if mask[branch.position : branch.position + 1] == "1":
                 return Trial(Verdict.COMPUTE)
